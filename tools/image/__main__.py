@@ -37,7 +37,7 @@ BUILD_ENVIRONMENT = {
     "BUILDX_NO_DEFAULT_ATTESTATIONS": "1",
 }
 COMPRESSION = ("--mksquashfs-args", "-comp zstd -Xcompression-level 1")
-"""Of a SIF: takes a quarter of gzip's time, and the file is not larger."""
+"""Compression of a SIF: takes a quarter of gzip's time, and the file is not larger."""
 
 
 @click.command(help=__doc__)

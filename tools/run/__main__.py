@@ -11,12 +11,10 @@ that do not depend on it are finished; it ends with the exit code of the first t
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -25,6 +23,7 @@ from stages.core.environment import usable_cores
 from stages.core.errors import UserError, pluralize
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
+from stages.kit.launcher.container import locked
 from stages.kit.launcher.gpus import leasable, read_gpus
 from stages.kit.launcher.pipeline import gpus_wanted
 from stages.kit.launcher.slurm import runs_in_slurm
@@ -47,7 +46,7 @@ def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
     # On a GPU and in Slurm the number of threads is left open: a checkpoint and a job are known by it too, and
     # `dvc repro` could not resume them.
     threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if shares_cores and jobs > 1 else {}
-    with alone():
+    with locked(LOCK_PATH, "`make run` is at work in this workspace already; wait for it, or end it"):
         steps, num_up_to_date = steps_of(targets, params.active.device, force=force)
         up_to_date = f"{num_up_to_date} up to date, " if num_up_to_date else ""
         say(f"{up_to_date}{pluralize(len(steps), 'stage')} to run, at most {jobs} at once; their output: {LOGS_DIR}/")
@@ -61,24 +60,6 @@ def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
             gpus=num_gpus(params, jobs=jobs),
         )
         sys.exit(run.run())
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Hold the lock of this workspace. Raises UserError if another run has it."""
-    LOCK_PATH.parent.mkdir(exist_ok=True)
-    with LOCK_PATH.open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise UserError(
-                f"`make run` is at work in this workspace already (pid {lock.read()}); wait for it, or end it"
-            ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
 
 
 def steps_of(targets: Sequence[str], device: DeviceParams, *, force: bool) -> tuple[dict[str, Step], int]:

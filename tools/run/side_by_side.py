@@ -62,21 +62,12 @@ def next_steps(
 
 
 def chain_lengths(steps: Mapping[str, Step]) -> dict[str, int]:
-    """The number of steps in the longest chain that begins with each one, itself included.
-
-    steps: each after those that it waits for.
-    """
+    """The number of steps in the longest chain that begins with each one, itself included."""
     lengths = dict.fromkeys(steps, 1)
     for name in reversed(lengths):
         for other in steps[name].waits_for:
             lengths[other] = max(lengths[other], 1 + lengths[name])
     return lengths
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Running:
-    process: subprocess.Popen[bytes]
-    began: float
 
 
 @dataclass(kw_only=True)
@@ -93,8 +84,6 @@ class SideBySide:
     done: list[str] = field(default_factory=list)
     failed: dict[str, int] = field(default_factory=dict)
     """dvc's exit code by stage, in the order in which they ended."""
-    signals: list[int] = field(default_factory=list)
-    """Signals that asked the run to end."""
 
     def run(self) -> int:
         """Run all steps that can be run, and return the exit code: of the first that failed, or 128 + n after signal n.
@@ -102,33 +91,34 @@ class SideBySide:
         Signals that ask to end go to the stages that run, as Ctrl-C would under a single dvc; no other is started.
         """
         self.logs_dir.mkdir(parents=True, exist_ok=True)
-        waiting, running = dict.fromkeys(self.steps), dict[str, _Running]()
+        waiting = dict.fromkeys(self.steps)
+        running, began = dict[str, subprocess.Popen[bytes]](), dict[str, float]()
         with forwarded_signals() as signals:
-            self.signals = signals.received
             signals.forward_to(lambda number: _ask_to_end(running.values(), number))
             while True:
-                if not self.signals:
-                    names = next_steps(
-                        self.steps, waiting=waiting, running=running, done=self.done, jobs=self.jobs, gpus=self.gpus
-                    )
-                    for name in names:
-                        del waiting[name]
-                        running[name] = self._start(name)
-                        if self.signals:  # one came while it was being started
-                            _ask_to_end([running[name]], self.signals[0])
-                            break
+                for name in next_steps(
+                    self.steps, waiting=waiting, running=running, done=self.done, jobs=self.jobs, gpus=self.gpus
+                ):
+                    if signals.received:
+                        break
+                    del waiting[name]
+                    running[name], began[name] = self._start(name), time.monotonic()
+                    if signals.received:  # one came while it was being started
+                        _ask_to_end([running[name]], signals.received[0])
                 if not running:
-                    return self._result()
+                    return self._result(signals.received)
                 time.sleep(POLL_S)
-                for name in [name for name, each in running.items() if each.process.poll() is not None]:
-                    self._end(name, running.pop(name))
+                for name in [name for name, process in running.items() if process.poll() is not None]:
+                    code, took = running.pop(name).returncode, f"{time.monotonic() - began[name]:.0f} s"
+                    self._end(name, code if code >= 0 else 128 - code, took, interrupted=bool(signals.received))
 
     def log_path(self, name: str) -> Path:
         return self.logs_dir / f"{name.replace('/', '_')}.log"
 
-    def _start(self, name: str) -> _Running:
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        say(f"{name} starts")
         with self.log_path(name).open("wb") as log:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 [*self.dvc, name],
                 env=dict(self.environment),
                 stdin=subprocess.DEVNULL,
@@ -138,49 +128,44 @@ class SideBySide:
                 process_group=0,
                 preexec_fn=end_with_parent(),
             )
-        say(f"{name} starts")
-        return _Running(process=process, began=time.monotonic())
 
-    def _end(self, name: str, ended: _Running) -> None:
-        code, took = ended.process.returncode, f"{time.monotonic() - ended.began:.0f} s"
-        log = self.log_path(name).read_text(encoding="utf-8", errors="replace")
+    def _end(self, name: str, code: int, took: str, *, interrupted: bool) -> None:
+        log, shown = self.log_path(name).read_text(encoding="utf-8", errors="replace"), SHOWN_LINES
         if code == 0:
             self.done.append(name)
             # DVC prints this if it runs the command; otherwise it had nothing to do, or the outputs in its cache.
             say(f"{name} done in {took}" + ("" if f"Running stage '{name}'" in log else ", without running it"))
             return
-        self.failed[name] = code if code > 0 else 128 - code
-        if self.signals:
+        self.failed[name] = code
+        if interrupted:
             say(f"{name} interrupted after {took}")
             log, shown = re.sub(r"^ERROR: .*\n", "", log, flags=re.MULTILINE), 1  # the stage's last line, not DVC's
         else:
             say(f"{name} FAILED after {took}; the end of {self.log_path(name)}:")
-            shown = SHOWN_LINES
         for line in printable(log).strip().splitlines()[-shown:]:
             click.echo(f"    {line}")
         sys.stdout.flush()
 
-    def _result(self) -> int:
+    def _result(self, received: Sequence[int]) -> int:
         left = [name for name in self.steps if name not in self.done and name not in self.failed]
-        if self.signals and (left or self.failed):
+        if received and (left or self.failed):
             say("interrupted; run the same command to resume")
-            return 128 + self.signals[0]
+            return 128 + received[0]
         if not self.failed:
             return 0
-        first, *others = self.failed
-        say(f"{first} failed" + (f", and then {', '.join(others)}" if others else ""))
+        say(f"failed: {', '.join(self.failed)}")
         if left:
-            say(f"not started, as they depend on {'them' if others else 'it'}: {', '.join(left)}")
-        return self.failed[first]
+            say(f"not started, as they depend on {'them' if len(self.failed) > 1 else 'it'}: {', '.join(left)}")
+        return next(iter(self.failed.values()))
 
 
-def _ask_to_end(running: Iterable[_Running], number: int) -> None:
+def _ask_to_end(running: Iterable[subprocess.Popen[bytes]], number: int) -> None:
     """SIGINT is the one signal upon which dvc waits for its stage. A closed terminal (SIGHUP) is passed on as such: it
     ends dvc, and a job of Slurm goes on.
     """
-    for each in list(running):
+    for process in list(running):
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(each.process.pid, signal.SIGHUP if number == signal.SIGHUP else signal.SIGINT)
+            os.killpg(process.pid, signal.SIGHUP if number == signal.SIGHUP else signal.SIGINT)
 
 
 def say(line: str) -> None:

@@ -199,7 +199,7 @@ def _locked(path: Path) -> TextIO:
 
 
 def _holder(path: Path) -> str | None:
-    """Who has leased the GPU with this lock file; None for nobody."""
+    """The holder of the lease of a GPU, by its lock file; None if nobody has it."""
     try:
         _locked(path).close()
     except BlockingIOError:
