@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -177,12 +176,11 @@ def test_foreign_processes_are_named(machine: Machine) -> None:
 
 
 STAGE = """
-import signal, subprocess, sys
+import subprocess, sys
 from pathlib import Path
 from stages.kit.launcher import gpus as module
 from stages.kit.launcher.gpus import Gpu
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored from birth if the tests run in the background
 name, count, num_gpus, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 module.read_gpus = lambda: [Gpu(index=index, uuid=f"GPU-{index}", name="H200") for index in range(num_gpus)]
 module.POLL_S = 0 if what == "turns" else 0.01
@@ -270,14 +268,3 @@ def test_killed_holder_frees_its_gpus_though_its_worker_lives_on(start: Start, t
         let_return(second)
     finally:
         worker.kill()
-
-
-def test_ctrl_c_ends_the_wait(start: Start, tmp_path: Path) -> None:
-    first = start("a", count=1, num_gpus=1)
-    wait_for_note(tmp_path, "a has")
-    second = start("b", count=1, num_gpus=1)
-    wait_for_note(tmp_path, "b says")
-    second.send_signal(signal.SIGINT)
-    assert second.wait() == -signal.SIGINT
-    let_return(first)
-    assert not any(note.startswith("b has") for note in notes(tmp_path))

@@ -118,11 +118,10 @@ def test_link_out_of_the_checkout_is_refused_before_anything_is_written(
     refuse_links_out(checkout, [f"{link}/vlm"])
 
 
-@pytest.mark.parametrize(
-    ("stage", "kind", "wanted"), [("train", "cuda", 4), ("merge", "cuda", 1), ("plan", "cuda", 0), ("train", "cpu", 0)]
-)
-def test_training_takes_the_profiles_gpus_and_inference_one(stage: str, kind: str, wanted: int) -> None:
-    assert gpus_wanted(stage, DeviceParams(kind=kind, count=4)) == wanted  # type: ignore[arg-type]
+def test_training_takes_the_profiles_gpus_and_inference_one() -> None:
+    cuda = DeviceParams(kind="cuda", count=4)
+    assert [gpus_wanted(stage, cuda) for stage in ("train", "merge", "plan")] == [4, 1, 0]
+    assert gpus_wanted("train", DeviceParams(kind="cpu", count=4)) == 0
 
 
 def test_missing_vllm_is_reported_before_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,13 +267,15 @@ def test_stage_that_would_fill_the_disk_is_refused(
     checkpoint = planned / ".bakeoff/checkpoints/r1-llm-only/0/step-000001/state"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_bytes(bytes(saved))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=takes))
-    refuse_full_disk(request(stage, "r1-llm-only", workspace=planned))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=takes - 1))
+    wanted, free = request(stage, "r1-llm-only", workspace=planned), {"data": takes, "cache": 10**9}
+    disks = lambda folder: SimpleNamespace(free=free["cache" if folder == planned else "data"])  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", disks)
+    refuse_full_disk(wanted)
+    free["data"] -= 1
     with pytest.raises(UserError, match=f"{stage} r1-llm-only takes up to {takes} B of disk"):
-        refuse_full_disk(request(stage, "r1-llm-only", workspace=planned))
+        refuse_full_disk(wanted)
     refuse_full_disk(request("evaluate", "r1-llm-only", workspace=planned))
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9 if folder != planned else 39))
+    free.update(data=10**9, cache=39)
     monkeypatch.setattr(launcher, "same_disk", lambda *_: False)
     with pytest.raises(UserError, match=rf"in DVC.s cache, takes up to {400 if stage == 'merge' else 40} B"):
-        refuse_full_disk(request(stage, "r1-llm-only", workspace=planned))
+        refuse_full_disk(wanted)
