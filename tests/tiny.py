@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen2Tokenizer
 
 from stages.kit.data.conversation import Conversation
-from tools.tiny.architecture import Geometry, build_tiny_qwen2_vl, save_model, train_tokenizer
+from tools.tiny.architecture import Geometry, build_tiny, save_model, train_tokenizer
 
 QUESTION = "Detect the bounding box of the nutrition table."
 ANSWER = "<|object_ref_start|>nutrition-table<|object_ref_end|><|box_start|>({},{}),({},{})<|box_end|>"
@@ -55,7 +55,7 @@ def tiny_text_model(
 
 
 def save_tiny_vlm(folder: Path) -> Path:
-    model, processor = build_tiny_qwen2_vl([QUESTION, ANSWER], SMALLEST, seed=0)
+    model, processor = build_tiny([QUESTION, ANSWER], SMALLEST, seed=0)
     save_model(model, processor, folder)
     return folder
 

@@ -23,7 +23,6 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
-    Qwen2VLProcessor,
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -95,55 +94,16 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     )
 
 
-def build_tiny_qwen2_vl(
-    corpus: Iterable[str], geometry: Geometry, *, seed: int = 0
-) -> tuple[Qwen2VLForConditionalGeneration, Qwen2VLProcessor]:
-    """A model with random float32 weights, and its processor. The same arguments give the same weights.
+def build_tiny(corpus: Iterable[str], geometry: Geometry, *, seed: int = 0) -> tuple[Any, Any]:
+    """A model with random float32 weights and its processor: a Qwen2-VL, or a Qwen2 with tied embeddings and its
+    tokenizer where the geometry has no vision tower. The same arguments give the same weights.
 
     corpus: texts for the tokenizer to learn its pieces from. Sets torch's random seed.
     """
     tokenizer = train_tokenizer(corpus, geometry.vocab_size)
-    smallest, largest = geometry.pixels
-    processor = images_only("qwen2_vl")(
-        image_processor=Qwen2VLImageProcessorPil(size={"shortest_edge": smallest, "longest_edge": largest}),
-        tokenizer=tokenizer,
-        chat_template=CHAT_TEMPLATE,
-    )
-    pairs = geometry.hidden_size // geometry.num_heads // 2
-    # Rotary frequencies from fast to slow, divided among time, height and width as in Qwen2-VL. Time is idle in an
-    # image, and a few fast ones tell its few rows apart.
-    sections = [1, max(2, pairs // 10), pairs - 1 - max(2, pairs // 10)]
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
-    config = Qwen2VLConfig(
-        text_config=_language_config(tokenizer, geometry, rope),
-        vision_config={
-            **geometry.vision,
-            "hidden_size": geometry.hidden_size,
-            "rope_parameters": {"rope_type": "axial", "rope_theta": 10_000.0},
-        },
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(seed)
-    return _with_greedy_generation(Qwen2VLForConditionalGeneration(config), tokenizer), processor
-
-
-def build_tiny_qwen2(
-    corpus: Iterable[str], geometry: Geometry, *, seed: int = 0
-) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
-    """A text model with tied embeddings and random float32 weights, and its tokenizer."""
-    tokenizer = train_tokenizer(corpus, geometry.vocab_size)
-    rope = {"rope_type": "default", "rope_theta": 10_000.0}
-    config = Qwen2Config(**_language_config(tokenizer, geometry, rope), tie_word_embeddings=True)
-    torch.manual_seed(seed)
-    return _with_greedy_generation(Qwen2ForCausalLM(config), tokenizer), tokenizer
-
-
-def _language_config(tokenizer: Qwen2Tokenizer, geometry: Geometry, rope: dict[str, Any]) -> dict[str, Any]:
-    return {
+    end_of_text, end_of_turn = tokenizer.pad_token_id, tokenizer.eos_token_id
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+    language = {
         "hidden_size": geometry.hidden_size,
         "intermediate_size": geometry.intermediate_size,
         "num_hidden_layers": geometry.num_layers,
@@ -153,19 +113,43 @@ def _language_config(tokenizer: Qwen2Tokenizer, geometry: Geometry, rope: dict[s
         "rms_norm_eps": 1e-6,
         "vocab_size": -(-len(tokenizer) // 64) * 64,  # a multiple of 64, as the big one's is
         "max_position_embeddings": 4096,
-        "bos_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_turn,
+        "pad_token_id": end_of_text,
     }
-
-
-def _with_greedy_generation(model: Any, tokenizer: Qwen2Tokenizer) -> Any:
-    """The model, generating without sampling until the end of a turn."""
-    end_of_text, end_of_turn = tokenizer.pad_token_id, tokenizer.eos_token_id
+    processor: Any = tokenizer
+    torch.manual_seed(seed)
+    model: Any
+    if geometry.vision:
+        pairs = geometry.hidden_size // geometry.num_heads // 2
+        # Rotary frequencies from fast to slow, divided among time, height and width as in Qwen2-VL. Time is idle in an
+        # image, and a few fast ones tell its few rows apart.
+        rope["mrope_section"] = [1, max(2, pairs // 10), pairs - 1 - max(2, pairs // 10)]
+        tower = {"hidden_size": geometry.hidden_size, "rope_parameters": {"rope_type": "axial", "rope_theta": 10_000.0}}
+        names = ("image_pad", "video_pad", "vision_start", "vision_end")
+        image, video, start, end = (tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names)
+        config = Qwen2VLConfig(
+            text_config=language,
+            vision_config={**geometry.vision, **tower},
+            image_token_id=image,
+            video_token_id=video,
+            vision_start_token_id=start,
+            vision_end_token_id=end,
+            tie_word_embeddings=False,
+        )
+        model = Qwen2VLForConditionalGeneration(config)
+        size = dict(zip(("shortest_edge", "longest_edge"), geometry.pixels, strict=True))
+        image_processor = Qwen2VLImageProcessorPil(size=size)
+        processor = images_only("qwen2_vl")(
+            image_processor=image_processor, tokenizer=tokenizer, chat_template=CHAT_TEMPLATE
+        )
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**language, tie_word_embeddings=True))
+    # Without sampling, until the end of a turn.
     model.generation_config = GenerationConfig(
         bos_token_id=end_of_text, pad_token_id=end_of_text, eos_token_id=[end_of_turn, end_of_text], do_sample=False
     )
-    return model
+    return model, processor
 
 
 def save_model(model: PreTrainedModel, processor: Processor, folder: Path) -> None:

@@ -31,7 +31,7 @@ from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.resume import seed_everything
 from stages.tasks.moe.samples import DOMAINS, conversation
 from tools.tiny import exercises, knowledge, pointing
-from tools.tiny.architecture import Geometry, build_tiny_qwen2, build_tiny_qwen2_vl, save_model
+from tools.tiny.architecture import Geometry, build_tiny, save_model
 from tools.tiny.scenes import OBJECTS
 
 
@@ -51,6 +51,8 @@ class Settings:
     """Weight of the auxiliary losses, beside the answer's own loss."""
 
 
+Losses = Callable[[int], tuple[Tensor, Tensor]]
+"""From a step, counted from 0, to the loss to minimise and the loss of the answers' tokens; both scalars."""
 Training = tuple[Any, Any, Iterator[float]]
 """A model, its processor, and its training, which takes a step each time a loss is taken."""
 
@@ -60,7 +62,7 @@ def qwen2(settings: Settings) -> Training:
     geometry = Geometry(
         vocab_size=1280, hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, num_key_value_heads=2
     )
-    model, tokenizer = build_tiny_qwen2(exercises.corpus(), geometry, seed=settings.seed)
+    model, tokenizer = build_tiny(exercises.corpus(), geometry, seed=settings.seed)
 
     def batch_of(step: int) -> list[Conversation]:
         first = step * settings.batch_size
@@ -74,15 +76,14 @@ def qwen2_folklore(settings: Settings) -> Training:
     geometry = Geometry(
         vocab_size=640, hidden_size=96, intermediate_size=256, num_layers=3, num_heads=4, num_key_value_heads=2
     )
-    records = [
-        record
+    answered = [
+        conversation(record, answered=True)
         for domain in DOMAINS
         for record in knowledge.generate(domain, 4000, 1_000_003, knowledge=knowledge.UNINFORMED[domain])
     ]
-    answered = [conversation(record, answered=True) for record in records]
     texts = [part["text"] for each in answered for message in each.messages for part in message["content"]]
     corpus = ["system\nYou are a helpful assistant.\nuser\nassistant\n", *texts]
-    model, tokenizer = build_tiny_qwen2(corpus, geometry, seed=settings.seed)
+    model, tokenizer = build_tiny(corpus, geometry, seed=settings.seed)
     rng = random.Random(settings.seed)
     batches = train_on_answers(model, tokenizer, settings, lambda _: rng.sample(answered, settings.batch_size))
     return model, tokenizer, batches
@@ -100,10 +101,9 @@ def qwen2_vl(settings: Settings) -> Training:
         vision={"depth": 4, "embed_dim": 128, "num_heads": 4, "mlp_ratio": 3},
         pixels=(112 * 112, 224 * 224),
     )
-    model, processor = build_tiny_qwen2_vl(pointing.corpus(), geometry, seed=settings.seed)
+    model, processor = build_tiny(pointing.corpus(), geometry, seed=settings.seed)
 
-    def train() -> Iterator[float]:
-        begin(model, settings)
+    def begin() -> tuple[Losses, Iterable[nn.Parameter]]:
         model.set_attn_implementation({"text_config": "eager"})  # PointingLoss reads the weights of attention
         auxiliary = pointing.PointingLoss(model, len(OBJECTS))
 
@@ -114,9 +114,9 @@ def qwen2_vl(settings: Settings) -> Training:
             is_cell = inputs["input_ids"] == model.config.image_token_id
             return answer_loss + settings.pointing_weight * auxiliary(targets, is_cell), answer_loss
 
-        yield from train_steps(model, settings, losses, auxiliary=auxiliary.parameters())
+        return losses, auxiliary.parameters()
 
-    return model, processor, train()
+    return model, processor, train_steps(model, settings, begin)
 
 
 BASES: dict[str, tuple[Callable[[Settings], Training], Settings]] = {
@@ -146,11 +146,7 @@ def main(name: str, out_dir: Path) -> None:
 def train_on_answers(
     model: Any, tokenizer: Any, settings: Settings, batch_of: Callable[[int], Sequence[Conversation]]
 ) -> Iterator[float]:
-    """Trains a text model in place; yields the loss of the answers' tokens after each step.
-
-    batch_of: the answered conversations of a step, counted from 0.
-    """
-    begin(model, settings)
+    """Trains a text model on the answered conversations of each step, counted from 0, as `train_steps`."""
 
     def losses(step: int) -> tuple[Tensor, Tensor]:
         batch = batch_of(step)
@@ -158,28 +154,20 @@ def train_on_answers(
         loss = model(**collate([{"sample": number} for number in range(len(batch))])).loss
         return loss, loss
 
-    yield from train_steps(model, settings, losses)
-
-
-def begin(model: nn.Module, settings: Settings) -> None:
-    """Sets threads, seed, deterministic algorithms and train mode, before anything else of a training."""
-    torch.set_num_threads(settings.threads)
-    seed_everything(settings.seed)
-    model.train()
+    return train_steps(model, settings, lambda: (losses, ()))
 
 
 def train_steps(
-    model: nn.Module,
-    settings: Settings,
-    losses: Callable[[int], tuple[Tensor, Tensor]],
-    *,
-    auxiliary: Iterable[nn.Parameter] = (),
+    model: nn.Module, settings: Settings, begin: Callable[[], tuple[Losses, Iterable[nn.Parameter]]]
 ) -> Iterator[float]:
-    """Trains `model` in place, after `begin`; yields a loss after each step.
+    """Trains `model` in place; yields the loss of the answers' tokens after each step.
 
-    losses: the loss to minimise in a step, counted from 0, and the one to yield; both scalars.
-    auxiliary: weights that are trained beside the model's own.
+    begin: called once the seed is set; returns the losses, and weights that are trained beside the model's own.
     """
+    torch.set_num_threads(settings.threads)
+    seed_everything(settings.seed)
+    model.train()
+    losses, auxiliary = begin()
     matrices: list[nn.Parameter] = []  # inside the layers: for Muon
     beside = list(auxiliary)
     others = [*beside]
