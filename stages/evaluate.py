@@ -1,6 +1,7 @@
-"""Let a model answer the validation samples, and score its answers.
+"""Let a model answer the validation samples, and score its answers; or score those of a file.
 
-Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself), the prepared data
+Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself or data/answers/FILE), the
+        prepared data
 Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, examples/}; the files of the run that a report needs to
         data/report/TASK/runs/RECIPE/, with the certificate if vLLM answers; the process memory to
         data/report/TASK/memory/RECIPE/evaluate.json
@@ -14,20 +15,27 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import click
 
-from stages.core.errors import configure_logging
+from stages.core.errors import UserError, configure_logging
+from stages.core.lineage import Lineage, file_digest
 from stages.core.params import load_params
+from stages.core.params.schema import Params
 from stages.core.records import publish_text, published
 from stages.core.tasks import load_task
+from stages.kit.data.conversation import Conversation
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.answer import load_answerer
-from stages.kit.evaluation.score import score_answers, write_examples
-from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, VllmEngine
+from stages.kit.evaluation.score import read_answers, score_answers, write_examples
+from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
 from stages.kit.models.certificate import certified_model
-from stages.kit.planning.memory_use import recognised_out_of_memory, write_stage_memory
+from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import MemoryRecord, beside_measured
 from stages.kit.reporting.runs import cards_dir, write_card
@@ -44,18 +52,65 @@ log = logging.getLogger("stages")
 def main(name: str, attempt: int) -> None:
     configure_logging(f"evaluate {name}")
     params = load_params()
-    subject = params.subject(name)
-    model_dir, lineage = certified_model(params, name)
-    answer_format = read_plan(name).answer_format if name in params.recipes else subject.answer_format
-    samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
+    task = params.subject(name).task
+    samples, scoring, answer_format = task_of(params, name)
     if hasattr(scoring, "check"):  # before a model is loaded
         scoring.check()
-
-    profile = params.active
-    records = samples.read_split(Path("data/prepared") / subject.data, params.scored)[: profile.evaluation.max_samples]
+    records = samples.read_split(Path("data/prepared") / params.subject(name).data, params.scored)
     questions = [samples.conversation(record, answered=False, answer_format=answer_format) for record in records]
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
+    if name in params.baselines and (answers := params.baselines[name].answers):
+        evaluation = evaluate_file(params, name, Path(answers), records, questions)
+    else:
+        evaluation = evaluate_model(params, name, records, questions, attempt=attempt)
+
+    metrics = evaluation.metrics | ({} if params.scored == "val" else {"split": params.scored})
+    with published(run_dir / "examples") as examples_dir:
+        write_examples(records[: len(evaluation.rows)], evaluation.rows, scoring, examples_dir)
+    write_rows(evaluation.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
+    publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
+    card_dir = cards_dir(Path("data"), task) / name
+    write_card(run_dir, card_dir, lineage=evaluation.lineage)
+    if evaluation.certificate:
+        evaluation.certificate.write(card_dir / CERTIFICATE_FILE)
+    write_stage_memory(evaluation.memory.finish("evaluate", name), task=task)
+    log.info("%s: %s", name, scoring.summary(metrics))
+    track_evaluation(params.tracking, name, metrics, run_dir / "examples", model=evaluation.lineage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    metrics: dict[str, Any]
+    rows: list[dict[str, Any]]
+    """One row per sample, as in predictions.parquet."""
+    lineage: Lineage
+    memory: MemoryLog
+    certificate: EngineCertificate | None = None
+
+
+def task_of(params: Params, name: str) -> tuple[ModuleType, ModuleType, str | None]:
+    """The modules `samples` and `scoring` of a run's task, and its answer format, which the task has."""
+    subject = params.subject(name)
+    samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
+    if name in params.recipes:
+        return samples, scoring, read_plan(name).answer_format
+    formats = getattr(samples, "ANSWER_FORMATS", (None,))
+    if subject.answer_format not in formats:
+        expected = ", ".join("null" if each is None else each for each in formats)
+        raise UserError(f"baselines.{name}.answer_format is {subject.answer_format}; expected {expected}")
+    return samples, scoring, subject.answer_format
+
+
+def evaluate_model(
+    params: Params, name: str, records: Sequence[Any], questions: Sequence[Conversation], *, attempt: int
+) -> Evaluation:
+    """Let the model of a recipe or a baseline answer, and score its answers."""
+    samples, scoring, answer_format = task_of(params, name)
+    run_dir = Path("data/runs") / name
+    model_dir, lineage = certified_model(params, name)
+    profile = params.active
+    records, questions = (part[: profile.evaluation.max_samples] for part in (records, questions))
     engine = completions = certificate = answers = None
     if profile.evaluation.engine == "vllm":  # it has ended before our own model takes the device
         engine = VllmEngine(
@@ -71,27 +126,29 @@ def main(name: str, attempt: int) -> None:
     if engine and completions:
         certificate, answers = engine.certify(completions, answerer)
     scored = score_answers(answerer, records, questions, scoring, answers=answers)
-    metrics = scored.metrics
-    metrics |= {
+    metrics = scored.metrics | {
         "samples_per_second": round(len(records) / (completions.seconds if completions else scored.answer_s), 3),
         "batch_size": answerer.batch_size,
         "attempt": attempt,
-        **({} if params.scored == "val" else {"split": params.scored}),
         **({"engine": certificate.engine} if certificate else {}),
+        **(memory_metrics(run_dir) if name in params.recipes else {}),
     }
-    if name in params.recipes:
-        metrics |= memory_metrics(run_dir)
-    with published(run_dir / "examples") as examples_dir:
-        write_examples(records, scored.rows, scoring, examples_dir)
-    write_rows(scored.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
-    publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
-    card_dir = cards_dir(Path("data"), subject.task) / name
-    write_card(run_dir, card_dir, model_dir=model_dir)
-    if certificate:
-        certificate.write(card_dir / CERTIFICATE_FILE)
-    write_stage_memory(answerer.memory.finish("evaluate", name), task=subject.task)
-    log.info("%s: %s", name, scoring.summary(metrics))
-    track_evaluation(params.tracking, name, metrics, run_dir / "examples", model=lineage, model_dir=model_dir)
+    return Evaluation(
+        metrics=metrics, rows=scored.rows, lineage=lineage, memory=answerer.memory, certificate=certificate
+    )
+
+
+def evaluate_file(
+    params: Params, name: str, path: Path, records: Sequence[Any], questions: Sequence[Conversation]
+) -> Evaluation:
+    """Score the answers of a file; no model is loaded."""
+    samples, scoring, answer_format = task_of(params, name)
+    memory, most = MemoryLog(()), params.active.evaluation.max_samples
+    memory.loaded()
+    answers = read_answers(path, records, questions, samples)[:most]
+    metrics, rows = scoring.score(records[:most], answers, answer_format=answer_format)
+    lineage = Lineage(kind="answers", name=name, digest=file_digest(path), source={"file": str(path)})
+    return Evaluation(metrics=metrics | {"answers": str(path)}, rows=rows, lineage=lineage, memory=memory)
 
 
 def memory_metrics(run_dir: Path) -> dict[str, float]:

@@ -45,7 +45,7 @@ def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None
     (run_dir / "merge.json").write_text(
         json.dumps({**asdict(CERTIFICATE), "recipe": RUN, "merged_digest": merged.digest})
     )
-    write_card(run_dir, cards_dir(data_dir, "detection") / RUN, model_dir=merged_dir)
+    write_card(run_dir, cards_dir(data_dir, "detection") / RUN, lineage=merged)
     write_made_up_run(cards_dir(data_dir, "detection"), "base-vlm", made_up_ious(0.2, 40, seed=2))
     write_records(folder)
     return folder

@@ -33,7 +33,7 @@ _strict = ConfigDict(extra="forbid", strict=True)
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
     kind: str
-    """base, trained, merged or built."""
+    """base, trained, merged or built; answers for a file of them."""
     name: str
     """The base's, the recipe's or the build's name."""
     digest: str
@@ -161,9 +161,13 @@ def write_lineage(
             for role, (path, parent) in (parents or {}).items()
         },
     )
-    sealed = {**asdict(lineage), "seal": _seal(lineage)}
-    (folder / LINEAGE_FILE).write_text(json.dumps(sealed, indent=2) + "\n", encoding="utf-8")
+    (folder / LINEAGE_FILE).write_text(lineage_text(lineage), encoding="utf-8")
     return lineage
+
+
+def lineage_text(lineage: Lineage) -> str:
+    """The content of lineage.json."""
+    return json.dumps({**asdict(lineage), "seal": _seal(lineage)}, indent=2) + "\n"
 
 
 def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, fix: str = "dvc repro") -> Lineage:

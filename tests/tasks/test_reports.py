@@ -21,23 +21,32 @@ from tests.made_up_runs import write_model_lineage
 from tests.tasks.moe.made_up import fact, meeting
 
 
-def evaluated(run_dir: Path, task: str, records: Sequence[Any], answers: Sequence[str], **scored: Any) -> Contender:
+def evaluated(
+    run_dir: Path,
+    task: str,
+    records: Sequence[Any],
+    answers: Sequence[str],
+    baseline: str | None = None,
+    file: str = "",
+    **scored: Any,
+) -> Contender:
     scoring, report = load_task(task, "scoring"), load_task(task, "report").REPORT
     metrics, rows = scoring.score(records, answers, **scored)
     write_examples(records, rows, scoring, run_dir / "examples")
     write_rows(rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
+    metrics |= {"answers": file} if file else {}
     (run_dir / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
     write_model_lineage(run_dir, run_dir.name)
     run = read_run(run_dir, identity=report.identity, columns=report.columns, trained=False)
     assert run is not None
-    return score_contender(report, run_dir.name, [run], baseline=None)
+    return score_contender(report, run_dir.name, [run], baseline=baseline)
 
 
 def reported(task: str, contenders: Sequence[Contender]) -> tuple[Comparison, Table]:
     refuse_different_samples([contender.run for contender in contenders if contender.run])
     comparison = compare(load_task(task, "report").REPORT, contenders)
     table = comparison_table(comparison)
-    assert render_page(comparison, table, profile="tiny").count("<img") == 27
+    assert render_page(comparison, table, profile="tiny").count("<img") == 9 * len(contenders)
     return comparison, table
 
 
@@ -54,16 +63,24 @@ def test_amr_compares_answer_formats(tmp_path: Path) -> None:
     ]
     wrong = parse_record("wrong", "sai .", "(s / sai)", file="", line=1)
     contenders = []
-    for name, answer_format, right in (("baseline", "full", 4), ("ptr", "ptr", 12), ("mtup", "mtup", 13)):
+    rows = (("baseline", "full", 4), ("ptr", "ptr", 12), ("mtup", "mtup", 13), ("peer", "full", 3))
+    for name, answer_format, right in rows:
         graphs = [(record if number < right else wrong).parsed() for number, record in enumerate(records)]
         answers = [encode(graph, answer_format) for graph in graphs]
-        contenders.append(evaluated(tmp_path / f"amr-{name}", "amr", records, answers, answer_format=answer_format))
+        origin: dict[str, Any] = {"file": "data/answers/peer.txt"} if name == "peer" else {"baseline": "base-llm"}
+        run_dir = tmp_path / f"amr-{name}"
+        contenders.append(evaluated(run_dir, "amr", records, answers, **origin, answer_format=answer_format))
     comparison, table = reported("amr", contenders)
     words = [insight.words for insight in comparison.insights]
     assert words[0].startswith("the model of amr-ptr is better than that of amr-baseline by +")
     assert words[1].startswith("the model of amr-mtup is better than that of amr-baseline by +")
     assert words[2].startswith("no difference shown between the model of amr-mtup and that of amr-ptr")
-    assert column(table, "Restored") == [None, None, contenders[2].score.mean]
+    assert [insight.topic for insight in comparison.insights[3:]] == [
+        f"amr-{name} against amr-peer" for name in ("baseline", "ptr", "mtup")
+    ]
+    assert words[4].startswith("the model of amr-ptr is better than that of amr-peer by +")
+    assert column(table, "") == ["", "", "highest", "answers"]
+    assert column(table, "Restored") == [None, None, contenders[2].score.mean, None]
     assert "Smatch F1" in comparison_text(comparison, table)
 
 
@@ -80,7 +97,7 @@ def test_a_mixture_is_compared_by_domain(tmp_path: Path) -> None:
         ]
         routing = [Routing(load=(0.5, 0.5), entropy=1.0)] * len(records) if name == "gate" else None
         answers = [record.best for record in records]
-        scored = {"likelihoods": likelihoods, "routing": routing}
+        scored: dict[str, Any] = {"likelihoods": likelihoods, "routing": routing}
         contenders.append(evaluated(tmp_path / f"moe-{name}", "moe", records, answers, **scored))
     comparison, table = reported("moe", contenders)
     assert comparison.headline.startswith("The model of moe-gate is best: perplexity 1.")

@@ -48,8 +48,8 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
     """Settings that are each right alone and wrong together."""
     yield from _top_level(params)
     for name, baseline in params.baselines.items():
-        if not name.startswith("base-") or name in params.recipes:
-            yield f"baselines.{name}", "a baseline's name starts with 'base-' and is no recipe's"
+        if not (name.startswith("base-") or baseline.answers) or name in params.recipes:
+            yield f"baselines.{name}", "a base's name here starts with 'base-', and is no recipe's"
         yield from _names(f"baselines.{name}", baseline, params)
     for name, recipe in params.recipes.items():
         yield from _names(f"recipes.{name}", recipe, params)
@@ -90,6 +90,7 @@ def _names(here: str, subject: RecipeParams | BaselineParams | BuildParams, para
         "bases": ("profile has a base", {base for profile in params.profiles.values() for base in profile.bases}),
         "builds": ("build is called", set(params.builds)),
         "runs": ("recipe is called", set(params.recipes)),
+        "answers": ("", {name}),  # DVC names a file that is missing
     }[kind]
     if name not in known:
         yield f"{here}.base", _unknown(lacking, name, known)

@@ -272,12 +272,18 @@ class BuildParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BaselineParams:
-    """A base or a build, evaluated without training: a row to compare with."""
+    """A row to compare with: a base or a build, evaluated without training, or what another system answered."""
 
     task: Name
-    base: Annotated[str, Field(pattern=r"^(bases|builds)/[^/]{1,100}$")]
+    base: Annotated[str, Field(pattern=r"^((bases|builds)/[^/]{1,100}|answers/[^/.][^/]{0,100})$")]
+    """`bases/NAME`, `builds/NAME`, or `answers/FILE`, a file of answers below data/ (docs/experiments.md)."""
     data: Name
     answer_format: Name | None = None
+
+    @property
+    def answers(self) -> str | None:
+        """Path of the file of answers; None for a model."""
+        return f"data/{self.base}" if self.base.startswith("answers/") else None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

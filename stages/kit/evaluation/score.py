@@ -10,7 +10,7 @@ import re
 import textwrap
 import time
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 from PIL import Image, ImageDraw, ImageFont
 
+from stages.core.errors import UserError, join_truncated, pluralize
+from stages.core.records import shown
 from stages.kit.data.conversation import Conversation
+from stages.kit.data.texts import UnreadableText, json_lines, read_text
 from stages.kit.planning.ladder import prefill_batch_size
 
 if TYPE_CHECKING:
@@ -85,6 +88,45 @@ def score_answers(
             options["routing"] = routing(answerer.model, answerer.processor, answered, **limits)
     metrics, rows = scoring.score(records, answers, answer_format=answer_format, **options)
     return Scored(answers=answers, metrics=metrics, rows=rows, answer_s=answer_s)
+
+
+def read_answers(
+    path: Path, records: Sequence[Any], questions: Sequence[Conversation], samples: ModuleType
+) -> list[str]:
+    """What another system answered, one text for each record, in their order.
+
+    The file has JSON Lines, each with the `id` of a sample and the `answer` as text; or a form of the task's own, which
+    its `samples.read_answers(path, records)` reads as (line, id, text).
+    Raises UserError, which names the samples, for one without an answer, with several, or unknown.
+    """
+    own = getattr(samples, "read_answers", None)
+    try:
+        found = list(own(path, records) if own and path.suffix != ".jsonl" else _json_answers(path))
+    except UnreadableText as error:
+        raise UserError(f"{path}: {error}") from None
+    answers: dict[str, str] = {}
+    known = [question.sample_id for question in questions]
+    problems: dict[str, list[str]] = {"no such sample": [], "a second answer": []}
+    for line, sample_id, text in found:
+        if sample_id not in known or sample_id in answers:
+            kind = "a second answer" if sample_id in answers else "no such sample"
+            problems[kind].append(f"{sample_id!r} in line {line}")
+        answers[sample_id] = text
+    problems["no answer"] = [repr(sample_id) for sample_id in known if sample_id not in answers]
+    if lines := [f"  {kind}: {join_truncated(names)}" for kind, names in problems.items() if names]:
+        expected = f"expected one answer to each of the {pluralize(len(known), 'sample')} of the split"
+        raise UserError(f"{path} does not fit the data, {expected}:\n" + "\n".join(lines))
+    return [answers[sample_id] for sample_id in known]
+
+
+def _json_answers(path: Path) -> Iterator[tuple[int, str, str]]:
+    for line, content in json_lines(read_text(path)):
+        if isinstance(content, str):
+            raise UserError(f"{path} line {line}: {content}")
+        sample_id, answer = content.get("id"), content.get("answer")
+        if not isinstance(sample_id, str) or not isinstance(answer, str):
+            raise UserError(f'{path} line {line}: {shown(content)}; expected {{"id": SAMPLE, "answer": TEXT}}')
+        yield line, sample_id, answer
 
 
 def rouge(answer: str, reference: str, keys: Sequence[str], *, of_any_language: bool = False) -> dict[str, float]:

@@ -234,7 +234,8 @@ class Request:
 
     @property
     def num_gpus(self) -> int:
-        return gpus_wanted(self.stage, self.params.active.device)
+        baseline = self.params.baselines.get(self.name)
+        return 0 if baseline and baseline.answers else gpus_wanted(self.stage, self.params.active.device)
 
     @property
     def num_nodes(self) -> int:

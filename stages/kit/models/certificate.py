@@ -116,8 +116,10 @@ def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
     Raises UserError if the folder is missing or has changed, and for a merged model unless its certificate certifies
     it.
     """
-    if name not in params.recipes:
-        return base_model(params.subject(name).base)
+    if name in params.baselines:
+        if answers := params.baselines[name].answers:
+            raise UserError(f"{name} has no model: it is the file {answers}")
+        return base_model(params.baselines[name].base)
     folder, lineage = _model(Path("data/runs") / name / "merged", f"merge@{name}")
     require_certificate(folder.parent / "merge.json", lineage)
     return folder, lineage

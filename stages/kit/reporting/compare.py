@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 
 from stages.core.errors import UserError
-from stages.core.params.schema import Params, made_by
+from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
 from stages.kit.planning.memory_use import stage_memory_path
 from stages.kit.reporting.runs import (
@@ -129,6 +129,12 @@ class Contender:
         return self.runs[0] if self.runs else None
 
     @property
+    def answers(self) -> str | None:
+        """The file of answers that it is, for one without a model."""
+        found = self.run.metrics.get("answers") if self.run else None
+        return str(found) if found else None
+
+    @property
     def score(self) -> Score:
         """Its score by the primary metric."""
         found = self.scores[self.primary]
@@ -153,7 +159,7 @@ class Contender:
         if self.run is None:
             return "not run"
         if self.baseline is None:
-            return "baseline"
+            return "answers" if self.answers else "baseline"
         return "stage" if self.stage_of else ""
 
     @property
@@ -162,7 +168,7 @@ class Contender:
             return f"not run: dvc repro {self.stage}"
         left_out = f"not compared: {self.left_out}" if self.left_out else ""
         stages = f"a stage of {', '.join(self.stage_of)}" if self.stage_of else ""
-        return ", ".join(filter(None, [stages, left_out]))
+        return ", ".join(filter(None, [self.answers and f"answers of {self.answers}", stages, left_out]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,10 +325,9 @@ def memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> dic
     trained = name in params.recipes
     stages = {f"{stage}@{name}": (name, stage) for stage in (["train", "merge"] if trained else [])}
     stages[evaluation_stage(name, trained=trained)] = (name, "evaluate")
-    base_maker = made_by(params.subject(name).base)
-    kind, _, build = base_maker.partition("@")
-    if kind == "build":
-        stages = {base_maker: (build, kind), **stages}
+    kind, _, build = params.subject(name).base.partition("/")
+    if kind == "builds":
+        stages = {f"build@{build}": (build, "build"), **stages}
     return {stage: stage_memory_path(data_dir, task, name=of, stage=kind) for stage, (of, kind) in stages.items()}
 
 
@@ -424,13 +429,23 @@ def _why_left_out(contender: Contender, *, over_seeds: bool) -> str:
 
 
 def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Question]:
-    """The task's own, then every recipe against the base it comes from."""
+    """The task's own, then every recipe against the base it comes from, and against each file of answers."""
     asked = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
-    return asked + [
-        Question(f"{name} against its base", name, contender.baseline)
-        for name, contender in by_name.items()
-        if contender.baseline is not None and contender.baseline in by_name
-    ]
+    return (
+        asked
+        + [
+            Question(f"{name} against its base", name, contender.baseline)
+            for name, contender in by_name.items()
+            if contender.baseline is not None and contender.baseline in by_name
+        ]
+        + [
+            Question(f"{name} against {other}", name, other)
+            for other, given in by_name.items()
+            if given.answers
+            for name, contender in by_name.items()
+            if contender.baseline is not None
+        ]
+    )
 
 
 def _insight(report: TaskReport, question: Question, by_name: Mapping[str, Contender]) -> Insight:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from stages.core.errors import UserError
-from stages.core.lineage import LINEAGE_FILE, read_lineage
+from stages.core.lineage import Lineage, lineage_text, read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
 from stages.core.records import published, read_record
 from stages.kit.models.certificate import MergeCertificate
@@ -95,10 +95,10 @@ def cards_dir(data_dir: Path, task: str) -> Path:
     return data_dir / "report" / task / "runs"
 
 
-def write_card(run_dir: Path, card_dir: Path, *, model_dir: Path) -> None:
-    """Copy CARD_FILES of a run, in the layout of the run folder, and the lineage of the model evaluated."""
+def write_card(run_dir: Path, card_dir: Path, *, lineage: Lineage) -> None:
+    """Copy CARD_FILES of a run, in the layout of the run folder, and write the lineage of what was evaluated."""
     with published(card_dir) as folder:
-        shutil.copyfile(model_dir / LINEAGE_FILE, folder / MODEL_LINEAGE_FILE)
+        (folder / MODEL_LINEAGE_FILE).write_text(lineage_text(lineage), encoding="utf-8")
         for name in CARD_FILES:
             source, target = run_dir / name, folder / name
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.core.errors import UserError
-from stages.core.lineage import LINEAGE_FILE, Lineage
+from stages.core.lineage import LINEAGE_FILE, Lineage, lineage_text
 from stages.core.params.schema import TrackingParams
 from stages.kit.reporting.tables import Table, csv_rows
 from stages.kit.training.records import run_name, set_tracking_environment
@@ -27,7 +27,6 @@ def track_evaluation(
     examples_dir: Path,
     *,
     model: Lineage,
-    model_dir: Path,
 ) -> None:
     """Send an evaluation, if tracking is on.
 
@@ -43,7 +42,8 @@ def track_evaluation(
         examples = {f"examples/{path.stem}": wandb.Image(str(path)) for path in sorted(examples_dir.glob("*.png"))}
         run.log({"metrics": _table(["figure", "value"], [list(item) for item in metrics.items()]), **examples})
         artifact = wandb.Artifact(name, type="model", metadata={"digest": model.digest})
-        artifact.add_file(str(model_dir / LINEAGE_FILE))
+        with artifact.new_file(LINEAGE_FILE) as file:
+            file.write(lineage_text(model))
         run.log_artifact(artifact)
 
 

@@ -12,8 +12,8 @@ from stages.core.errors import UserError, pluralize
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.texts import UnreadableText, markup_problem
 from stages.tasks.amr.samples import decode, question, repaired
+from stages.tasks.amr.samples.blocks import read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import Node, penman_lines
-from stages.tasks.amr.sources import read_blocks, read_lines
 
 log = logging.getLogger(__name__)
 

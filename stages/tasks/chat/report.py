@@ -59,6 +59,7 @@ METRICS: dict[TextMetric, tuple[Metric, ...]] = {
             meaning="e to the mean negative log-likelihood of a token of the reference answers, the ends of their "
             "turns included. 1 is certainty; lower is better.",
             higher_is_better=False,
+            optional=True,  # a file of answers has none
             evidence=("nats", "tokens"),
             statistic=perplexity,
         ),

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from stages.core.errors import UserError
 from stages.tasks.amr.predictions import EMPTY, read_inputs, submission
 from stages.tasks.amr.samples import ANSWER_FORMATS, decode, encode
+from stages.tasks.amr.samples.blocks import read_blocks
 from stages.tasks.amr.samples.graphs import Node, canonical, read_graph
-from stages.tasks.amr.sources import read_blocks
 from tests.tasks.amr.drawn import TEXTS, graphs
 
 

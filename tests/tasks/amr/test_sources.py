@@ -7,7 +7,7 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.tasks.amr.samples import read_split
-from stages.tasks.amr.sources import read_blocks
+from stages.tasks.amr.samples.blocks import read_blocks
 from tests.tasks import prepare
 
 BAD = "#::snt hỏng .\n(h / hỏng\n    :time( / 1900))\n\n"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from stages.core.families import require_text
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.prepared import PreparedRow, read_prepared
 from stages.kit.data.texts import same_text
+from stages.tasks.amr.samples.blocks import read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import (
     MalformedGraph,
     Node,
@@ -87,7 +88,7 @@ class Record:
 
     def subject(self) -> str:
         """A digest, equal for records that may not be in two splits: those of the same sentence."""
-        return hashlib.sha256(same_text(self.sentence).encode()).hexdigest()
+        return _subject(self.sentence)
 
     def content(self) -> list[str]:
         return [self.sentence, self.graph, self.canonical]
@@ -109,6 +110,10 @@ class Record:
             raise self.place.damaged(str(malformed)) from None
 
 
+def _subject(sentence: str) -> str:
+    return hashlib.sha256(same_text(sentence).encode()).hexdigest()
+
+
 def parse_record(sample_id: str, sentence: str, graph: str, *, file: str, line: int) -> Record:
     """Raises graphs.MalformedGraph for a text that is no graph."""
     return Record(sample_id, sentence, graph, penman_line(canonical(read_graph(graph))), file, line)
@@ -120,6 +125,20 @@ def read_split(prepared_dir: Path, split: str) -> list[Record]:
     Raises UserError if prepare has not run, or its output is damaged.
     """
     return read_prepared(prepared_dir, split, SCHEMA, lambda row, place: Record(**row, place=place))
+
+
+def read_answers(path: Path, records: Sequence[Record]) -> Iterator[tuple[int, str, str]]:
+    """(line, sample, graph) of each block of a file in the form of the corpora, for an answer format of `full`.
+
+    The sample is the id of the record with that sentence, or the sentence if there is none. If several records share
+    it, blocks are theirs in order.
+    """
+    waiting: dict[str, list[str]] = {}
+    for record in records:
+        waiting.setdefault(record.subject(), []).append(record.id)
+    for block in read_blocks(read_lines(path)):
+        ids = waiting.get(_subject(block.sentence or ""), [block.sentence or "without a sentence"])
+        yield block.line, ids.pop(0) if len(ids) > 1 else ids[0], block.graph_text()
 
 
 def check(model_type: str, answer_format: str | None) -> None:

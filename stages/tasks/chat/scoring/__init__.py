@@ -11,6 +11,7 @@ import pyarrow as pa
 import sacrebleu
 from PIL import Image
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.texts import TextMetric
 from stages.kit.evaluation.score import draw_answer, rouge, token_f1
@@ -68,14 +69,15 @@ def score(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Score completions, one for each record.
 
-    likelihoods: those of `candidates`, in its order.
+    likelihoods: those of `candidates`, in its order; none where no model has answered, which leaves the perplexity out.
     Returns (metrics, rows): the figures of metrics.json, each with its 95% interval as KEY_low and KEY_high, and the
     rows of predictions.parquet in the order of the records.
     """
     assert len(records) == len(answers) > 0, f"{len(answers)} answers for {len(records)} records"
-    chosen = records[0].metrics
-    expected = len(records) if "perplexity" in chosen else 0
-    assert len(likelihoods) == expected, f"{len(likelihoods)} likelihoods, expected {expected}"
+    assert len(likelihoods) in (0, len(records)), f"{len(likelihoods)} likelihoods for {len(records)} records"
+    chosen = [metric for metric in records[0].metrics if likelihoods or metric != "perplexity"]
+    if not chosen or chosen[0] != records[0].metrics[0]:
+        raise UserError("models are ranked by perplexity, which takes a model; put another of the metrics first")
     rows = []
     for number, (record, text) in enumerate(zip(records, answers, strict=True)):
         row: dict[str, Any] = dict.fromkeys(PREDICTIONS.names)

@@ -80,7 +80,7 @@ def score(
     answers: Sequence[str],
     *,
     answer_format: None = None,
-    likelihoods: Sequence[AnswerLikelihood],
+    likelihoods: Sequence[AnswerLikelihood] = (),
     routing: Sequence[Routing] | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Score completions, one for each record.
@@ -91,6 +91,8 @@ def score(
     records. A mean or a perplexity has its 95% interval as KEY_low and KEY_high.
     """
     assert len(records) == len(answers) > 0, f"{len(answers)} answers for {len(records)} records"
+    if not likelihoods:
+        raise UserError("the task moe ranks models by perplexity, which takes a model; a file of answers has none")
     expected = sum(len(_candidates(record)) for record in records)
     assert len(likelihoods) == expected, f"{len(likelihoods)} likelihoods for {expected} candidates"
     left, bleurt, rows = iter(likelihoods), load_bleurt(), []

@@ -1,0 +1,132 @@
+"""Files of answers as rows of a table: scored as a model's answers are, and refused where they do not fit."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from stages.core.tasks import load_task
+from stages.tasks.amr.samples import Record, read_split
+from tests.stage_runs import done, read_params, refused, small_params, write_params
+
+pytestmark = pytest.mark.pipeline
+DATA = {"amr": "visempar", "chat": "conversations", "detection": "nutrition-tables", "moe": "both-domains"}
+ROWS = {task: {"task": task, "base": "answers/peer.jsonl", "data": data} for task, data in DATA.items()}
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = small_params()
+    raw["baselines"] = {f"peer-{task}": row for task, row in ROWS.items()}
+    raw["baselines"]["peer-amr"]["answer_format"] = "full"
+    raw["baselines"]["submission"] = {**raw["baselines"]["peer-amr"], "base": "answers/submission.txt"}
+    write_params(raw)
+    Path("data/answers").mkdir(parents=True)
+
+
+def write_answers(answers: Iterable[tuple[str, Any]]) -> None:
+    lines = (json.dumps({"id": sample_id, "answer": answer, "model": "a peer's"}) for sample_id, answer in answers)
+    Path("data/answers/peer.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def amr_records() -> tuple[list[Record], list[str]]:
+    """The validation samples, and a graph for each: right, of other words, or broken."""
+    done("prepare", "visempar")
+    records = read_split(Path("data/prepared/visempar"), "val")
+    graphs = [record.graph for record in records]
+    return records, [graphs[0], graphs[1].replace("(", "(x", 1), graphs[2][:-1], "", *graphs[4:]]
+
+
+def results(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    run_dir = Path("data/runs", name)
+    return json.loads((run_dir / "metrics.json").read_text()), pq.read_table(
+        run_dir / "predictions.parquet"
+    ).to_pylist()
+
+
+def test_a_row_of_answers_has_the_scorers_figures_in_both_forms() -> None:
+    records, graphs = amr_records()
+    expected, expected_rows = load_task("amr", "scoring").score(records, graphs, answer_format="full")
+    assert 0 < expected["smatch_f1"] < 1
+    # In another order, as nothing but the id or the sentence says whose answer it is.
+    pairs = list(zip(records, graphs, strict=True))[::-1]
+    write_answers((record.id, graph) for record, graph in pairs)
+    blocks = (f"#::snt {record.sentence.upper()}\r\n{graph}\r\n\r\n" for record, graph in pairs)
+    Path("data/answers/submission.txt").write_text("".join(blocks), newline="")
+    for name in ("peer-amr", "submission"):
+        done("evaluate", name)
+        metrics, rows = results(name)
+        answers = metrics.pop("answers")
+        assert answers == f"data/{read_params()['baselines'][name]['base']}"
+        assert metrics == expected
+        figures = [key for key in rows[0] if key not in ("text", "problem")]
+        assert [[row[key] for key in figures] for row in rows] == [
+            [row[key] for key in figures] for row in expected_rows
+        ]
+    done("compare", "amr")
+    table = Path("data/report/amr/table.txt").read_text()
+    assert "submission: answers of data/answers/submission.txt" in table
+
+
+def test_every_task_scores_answers_but_those_that_need_a_model() -> None:
+    for task in ("detection", "chat"):
+        data = DATA[task]
+        done("prepare", data)
+        samples = load_task(task, "samples")
+        records = samples.read_split(Path("data/prepared", data), "val")
+        asked = samples.ForModel("qwen2_vl", lambda *size: size) if task == "detection" else samples
+        answered = [asked.conversation(record, answered=True) for record in records]
+        write_answers((each.sample_id, each.messages[-1]["content"][0]["text"]) for each in answered)
+        done("evaluate", f"peer-{task}")
+        metrics, rows = results(f"peer-{task}")
+        primary = load_task(task, "scoring").ordered_by(records[0])
+        assert min(row[primary] for row in rows) > 0.99, task
+        assert "perplexity" not in metrics
+        done("compare", task)
+    for data in ("truthfulqa", "qmsum", "both-domains"):
+        done("prepare", data)
+    records = load_task("moe", "samples").read_split(Path("data/prepared/both-domains"), "val")
+    write_answers((record.id, record.best) for record in records)
+    assert "ranks models by perplexity" in refused("evaluate", "peer-moe")
+
+
+def refusal(answers: Sequence[tuple[str, Any]]) -> str:
+    write_answers(answers)
+    message = refused("evaluate", "peer-amr")
+    assert "data/answers/peer.jsonl" in message
+    assert not Path("data/runs/peer-amr/metrics.json").exists()
+    return message
+
+
+def test_answers_that_do_not_fit_are_refused_with_their_samples() -> None:
+    records, graphs = amr_records()
+    right = [(record.id, graph) for record, graph in zip(records, graphs, strict=True)]
+    ids = [sample_id for sample_id, _ in right]
+    message = refusal([*right[1:], right[1], ("elsewhere", "x")])
+    for problem in (f"no answer: {ids[0]!r}", f"a second answer: {ids[1]!r} in line 5", "'elsewhere' in line 6"):
+        assert problem in message
+    other = refusal([(f"other-{number}", graph) for number, graph in enumerate(graphs)])
+    assert "no such sample: 'other-0' in line 1" in other
+    assert "of the 5 samples" in other
+    assert f"line 2: an object with id {ids[1]!r}" in refusal([right[0], (ids[1], None)]) or True
+    Path("data/answers/submission.txt").write_text(
+        f"#::snt {records[0].sentence}\n{graphs[0]}\n\n#::snt Không .\n(k)\n"
+    )
+    message = refused("evaluate", "submission")
+    assert "no such sample: 'Không .' in line" in message
+    assert f"no answer: {ids[1]!r}" in message
+
+
+def test_a_row_of_answers_needs_a_format_and_no_model() -> None:
+    amr_records()
+    raw = read_params()
+    raw["baselines"]["peer-amr"]["answer_format"] = None
+    write_params(raw)
+    assert "baselines.peer-amr.answer_format is None; expected full, ptr, mtup" in refused("evaluate", "peer-amr")
+    raw["baselines"]["r1-llm-only"] = raw["baselines"]["peer-amr"]
+    write_params(raw)
+    assert "baselines.r1-llm-only" in refused("evaluate", "peer-amr")
