@@ -8,7 +8,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from stages.core.params import load_params
 from stages.core.tasks import load_task
+from stages.kit.launcher.pipeline import Request
 from stages.tasks.amr.samples import Record, read_split
 from tests.stage_runs import done, read_params, refused, small_params, write_params
 
@@ -121,7 +123,10 @@ def test_answers_that_do_not_fit_are_refused_with_their_samples() -> None:
     assert f"no answer: {ids[1]!r}" in message
 
 
-def test_a_row_of_answers_needs_a_format_and_no_model() -> None:
+def test_a_row_of_answers_needs_a_format_and_no_gpu() -> None:
+    params = load_params().on("qwen25-7b-24gb")
+    request = Request(stage="evaluate", args=("peer-amr",), params=params, stages=(), workspace_dir=Path(), caller={})
+    assert request.num_gpus == 0
     amr_records()
     raw = read_params()
     raw["baselines"]["peer-amr"]["answer_format"] = None
