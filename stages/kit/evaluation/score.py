@@ -93,7 +93,7 @@ def score_answers(
 def read_answers(
     path: Path, records: Sequence[Any], questions: Sequence[Conversation], samples: ModuleType
 ) -> list[str]:
-    """What another system answered, one text for each record, in their order.
+    """Texts that another system answered, one for each record, in their order.
 
     The file has JSON Lines, each with the `id` of a sample and the `answer` as text; or a form of the task's own, which
     its `samples.read_answers(path, records)` reads as (line, id, text).
