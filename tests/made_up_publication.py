@@ -7,14 +7,20 @@ import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+from ruamel.yaml import YAML
 from safetensors.numpy import save_file
 
-from stages.core.lineage import Lineage, content_digest, write_lineage
+from stages.core.lineage import Lineage, content_digest, file_digest, write_lineage
+from stages.core.params import load_params
 from stages.core.params.schema import LimitParams
 from stages.core.provenance import records_dir
+from stages.kit.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, sign, signing_key, statement
 from stages.kit.reporting.runs import cards_dir, write_card
+from stages.publish import publish_run
 from tests import ROOT
 from tests.made_up_records import CERTIFICATE, PROVENANCE
 from tests.made_up_runs import made_up_ious, project_params, write_made_up_run
@@ -29,6 +35,7 @@ def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None
     base_source: of the base's lineage; not given: the tiny base's.
     """
     data_dir, params = folder / "data", project_params()
+    folder.mkdir(exist_ok=True)
     shutil.copy(Path(__file__).parent.parent / "params.yaml", folder)
     prepared_dir = data_dir / "prepared/nutrition-tables"
     source = params.dataset("nutrition-tables").source
@@ -51,19 +58,43 @@ def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None
     return folder
 
 
+def made_up_publication(root: Path) -> Path:
+    """The published folder, away from its workspace."""
+    with contextlib.chdir(made_up_workspace(root / "workspace")), pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DVC_ROOT", raising=False)
+        publish_run(load_params(), RUN, root / "workspace/published")
+    return Path(shutil.copytree(root / "workspace/published", root / "elsewhere" / RUN))
+
+
+def sign_again(folder: Path, *, statement_follows: bool = True) -> None:
+    """Sign with another key. statement_follows: first write the statement of the files as they are now."""
+    path = folder / STATEMENT_FILE
+    if statement_follows:
+        records = records_in(json.loads(path.read_text()))
+        unnamed = (STATEMENT_FILE, KEY_FILE, SIGNATURE_FILE)
+        found = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+        files = {name: file_digest(file) for name, file in found.items() if name not in unnamed}
+        path.write_text(json.dumps(statement(files, records)))
+    sign(folder, signing_key(folder.parent / "their key"))
+
+
+def records_in(content: Any) -> list[dict[str, Any]]:
+    """The records in a statement."""
+    found: list[dict[str, Any]] = content["predicate"]["buildDefinition"]["internalParameters"]["records"]
+    return found
+
+
 def write_records(folder: Path) -> None:
     """Write the launcher's records of train, merge and evaluate."""
     run_dir = Path("data/runs") / RUN
+    plan = YAML(typ="safe").load(folder / run_dir / "plan.yaml")
+    base, read, trained = Path("data/bases/vlm"), run_dir / "plan.yaml", run_dir / "trained"
+    merged = [run_dir / "merged", run_dir / "merge.json"]
+    scores = [run_dir / "metrics.json", run_dir / "predictions.parquet", run_dir / "examples"]
     made = {
-        "train": ([Path("data/bases/vlm"), run_dir / "plan.yaml"], [run_dir / "trained"]),
-        "merge": (
-            [Path("data/bases/vlm"), run_dir / "trained"],
-            [run_dir / "merged", run_dir / "merge.json"],
-        ),
-        "evaluate": (
-            [run_dir / "merged", run_dir / "merge.json"],
-            [run_dir / "metrics.json", run_dir / "predictions.parquet", run_dir / "examples"],
-        ),
+        "train": ([base, read], [trained]),
+        "merge": ([base, read, trained], merged),
+        "evaluate": ([read, *merged], scores),
     }
     for hour, (stage, (inputs, outputs)) in enumerate(made.items(), start=10):
         record = replace(
@@ -72,8 +103,8 @@ def write_records(folder: Path) -> None:
             command=f"docker/run {stage} {RUN}",
             started=f"2026-11-21T{hour}:00:00+00:00",
             ended=f"2026-11-21T{hour}:01:00+00:00",
-            seed=42,
-            plan={"base_dir": "data/bases/vlm", "data_dir": "data/prepared/nutrition-tables"},
+            seed=plan["seed"],
+            plan=plan,
             params={"profiles.tiny.evaluation": {"max_new_tokens": 16}},
             inputs={path.as_posix(): content_digest(folder / path) for path in inputs},
             outputs={path.as_posix(): content_digest(folder / path) for path in outputs},

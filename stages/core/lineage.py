@@ -56,6 +56,12 @@ class Lineage:
         *_, last = self.bases()
         return last
 
+    def tree(self) -> Iterator[Lineage]:
+        """Itself, and everything that it was made from."""
+        yield self
+        for parent in self.parents.values():
+            yield from parent.lineage.tree()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
@@ -198,6 +204,19 @@ def verified_lineage(folder: Path, *, fix: str) -> Lineage:
             f"rebuild it with: {fix}"
         )
     return lineage
+
+
+def lineage_lines(model: Lineage, *, role: str = "", depth: int = 0, seen: set[str] | None = None) -> Iterator[str]:
+    """A model and what it was made from, a line each, indented by generation; the parents of a model are listed at its
+    first mention only."""
+    seen = set() if seen is None else seen
+    source = "".join(f", {key} {value}" for key, value in model.source.items())
+    again = model.digest in seen and bool(model.parents)
+    seen.add(model.digest)
+    name = f"{model.kind} {model.name}, content {short(model.digest)}{source}{', as above' if again else ''}"
+    yield f"{'  ' * depth}{role and f'{role}: '}{name}"
+    for each, parent in ({} if again else model.parents).items():
+        yield from lineage_lines(parent.lineage, role=each, depth=depth + 1, seen=seen)
 
 
 def require_base(trained_dir: Path, base_dir: Path, *, fix: str, fix_base: str = "") -> tuple[Lineage, Lineage]:

@@ -6,16 +6,18 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Any, Self, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -27,9 +29,12 @@ from stages.core.errors import UserError, join_truncated
 MAX_SHOWN_CHARS = 80
 
 MAX_DEPTH = 200
-"""Limit of lists and mappings within each other in a YAML file."""
+"""Limit of lists and mappings within each other; pydantic's parser of JSON has the same."""
 
 T = TypeVar("T")
+
+_adapter: Callable[[Any], Any] = cache(TypeAdapter)
+"""Made once for each kind, which takes longer than reading a record with it."""
 
 
 class Record:
@@ -55,16 +60,17 @@ class Record:
     def write(self, path: Path) -> None:
         """Write the file whole, in place of an older one."""
         assert is_dataclass(self)
-        text = io.StringIO()
-        if path.suffix == ".yaml":
-            yaml = YAML()
-            yaml.default_flow_style = False
-            # Through JSON, so that tuples and numbers are YAML's plain ones.
-            yaml.dump(json.loads(json.dumps(asdict(self))), text)
-        else:
-            json.dump(asdict(self), text, indent=2, ensure_ascii=False)
-            text.write("\n")
-        publish_text(text.getvalue(), path)
+        content = json.loads(json.dumps(asdict(self)))
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        publish_text(yaml_text(content) if path.suffix == ".yaml" else text, path)
+
+
+def yaml_text(content: Any) -> str:
+    """The YAML file of a record. content: as JSON has it, so that tuples and numbers are YAML's plain ones."""
+    yaml, text = YAML(), io.StringIO()
+    yaml.default_flow_style = False
+    yaml.dump(content, text)
+    return text.getvalue()
 
 
 def read_record(kind: type[T], path: Path, *, fix: str) -> T:
@@ -73,7 +79,7 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
     fix: the command that makes the file again, for the UserError that is raised if it is missing or damaged.
     """
     try:
-        return read_yaml(kind, path) if path.suffix == ".yaml" else TypeAdapter(kind).validate_json(path.read_bytes())
+        return read_yaml(kind, path) if path.suffix == ".yaml" else _adapter(kind).validate_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{_unread(path, error)}; rebuild it with: {fix}") from None
     except Unreadable as error:
@@ -116,15 +122,32 @@ _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.cons
 def read_yaml(kind: type[T], path: Path) -> T:
     """A YAML 1.2 file as a dataclass.
 
-    Anchors are refused: a few lines of aliases can stand for billions of values, and `dvc exp run -S` changes every
-    place of an anchor, or loses it.
     Raises Unreadable if it is not YAML, ValidationError if it does not fit the dataclass; OSError.
     """
-    yaml, content = YAML(typ="safe"), path.read_bytes()
+    return parse(kind, parse_yaml(path.read_bytes()))
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Untrusted JSON as plain values. Raises Unreadable if it is no JSON, nested too deep, or has NaN or infinity."""
+    try:
+        found = from_json(content, allow_inf_nan=False)
+        json.dumps(found, allow_nan=False)  # the parser takes 1e999
+    except ValueError as error:
+        raise Unreadable(f"no JSON: {error}") from None
+    return found
+
+
+def parse_yaml(content: bytes | str) -> Any:
+    """Untrusted YAML 1.2 as the values of JSON. Raises Unreadable if it is no YAML, is nested too deep, or has anchors.
+
+    Anchors are refused: a few lines of aliases can stand for billions of values, and `dvc exp run -S` changes every
+    place of an anchor, or loses it.
+    """
+    yaml = YAML(typ="safe")
     yaml.Constructor = _Constructor
     try:
         _refuse_depth_and_anchors(content)
-        text = json.dumps(yaml.load(content))
+        return json.loads(json.dumps(yaml.load(content)))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -136,16 +159,15 @@ def read_yaml(kind: type[T], path: Path) -> T:
     # The latter for `!!int x`, for escapes beyond Unicode, and for sets.
     except (YAMLError, AssertionError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise Unreadable(" ".join(str(error).split())) from None
-    # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
-    return TypeAdapter(kind).validate_json(text, strict=True)
 
 
 def parse(kind: type[T], value: Any) -> T:
-    """A value out of a YAML file as a dataclass. Raises ValidationError if it does not fit."""
-    return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+    """A value out of a JSON or YAML file as a dataclass. Raises ValidationError if it does not fit."""
+    # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
+    return _adapter(kind).validate_json(json.dumps(value), strict=True)
 
 
-def _refuse_depth_and_anchors(content: bytes) -> None:
+def _refuse_depth_and_anchors(content: bytes | str) -> None:
     """Raises Unreadable for an anchor or an alias, and RecursionError for deep nesting: libyaml's composer recurses for
     each list in a list, until the process is killed."""
     depth = 0

@@ -11,7 +11,7 @@ import pytest
 
 from stages.core.provenance import Provenance
 from stages.kit.launcher.pipeline import declared_stages
-from stages.kit.publishing.folder import check_published
+from stages.kit.publishing.check import check_published
 from tests.smoke.conftest import ENGINE, commit, copy_of_checkout, dvc, git
 
 # The whole pipeline is run by the first test that looks at it.

@@ -26,10 +26,19 @@ from tempfile import TemporaryDirectory
 
 import click
 import psutil
+from cryptography.exceptions import UnsupportedAlgorithm
 
 from stages.core.errors import UserError, join_truncated, pluralize, printable
 from stages.core.given_files import cache_dir
-from stages.core.lineage import LINEAGE_FILE, Lineage, content_digest, map_largest_first, short, verified_lineage
+from stages.core.lineage import (
+    LINEAGE_FILE,
+    Lineage,
+    content_digest,
+    lineage_lines,
+    map_largest_first,
+    short,
+    verified_lineage,
+)
 from stages.core.provenance import PROVENANCE_DIR, Provenance
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.mixture.certificate import BuildCertificate
@@ -37,6 +46,8 @@ from stages.kit.models.certificate import MergeCertificate
 from tools.verify.rerun import rerun
 
 DATA_DIR = Path("data")
+UNKNOWN_KEY = 3
+"""Exit code for a published folder that agrees with itself, signed by a key that nobody named."""
 
 
 @click.command(help=__doc__)
@@ -249,27 +260,47 @@ def check_records(findings: Findings, lineages: Mapping[Path, Lineage]) -> int:
 
 
 def report_published(folder: Path, key: Path | None) -> int:
-    """Check a published folder, and print who signed it and how it was made; returns the exit code."""
-    from stages.kit.publishing.card import lineage_lines  # imports huggingface_hub
-    from stages.kit.publishing.folder import check_published
+    """Check a published folder, and print how it was made and what of it is established. Returns the exit code: 1 for a
+    folder that does not agree with itself, UNKNOWN_KEY for one that anybody could have signed."""
+    from stages.kit.publishing.check import check_published  # imports the families of models
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    if key is not None and not key.is_file():
-        raise UserError(f"there is no public key {key}")
+    named = _named_key(key)
     checked = check_published(folder, key)
+    unknown = "" if checked.key in named else f"signed by a key you have not named: {checked.key or 'it has none'}\n"
     if checked.problems:
         click.echo(printable("\n".join(checked.problems)))
-        click.echo(f"DAMAGED: {pluralize(len(checked.problems), 'file')} of {folder}; download it again")
+        click.echo(f"{unknown}DAMAGED: {pluralize(len(checked.problems), 'file')} of {folder}; download it again")
         return 1
     assert checked.model is not None
     for record in checked.records:
         click.echo(printable(f"{record.stage}, {record.ended}, commit {record.commit or 'not known'}"))
     for line in lineage_lines(checked.model):
         click.echo(printable(line))
-    whose = "the publisher's key" if key else "the key in the folder, which is the publisher's if its fingerprint is"
-    click.echo(f"OK: everything is as it was signed, by {whose}: {checked.key}")
+    agree = "the files are those that this key signed; lineage, records, plan, certificate and figures agree with them"
+    if unknown:
+        click.echo(
+            f"{unknown}established: {agree}\n"
+            "not established: who signed. Whoever changes such a folder can sign it again with a key of their own; get "
+            f"the publisher's from elsewhere, then: make verify PUBLISHED={shlex.quote(str(folder))} KEY=publisher.pem"
+        )
+        return UNKNOWN_KEY
+    click.echo(f"OK: {agree}. Signed by {named[checked.key]}: {checked.key}")
     return 0
+
+
+def _named_key(key: Path | None) -> dict[str, str]:
+    """In words, by its fingerprint: the key that a person named, or else the one that this workspace signs with."""
+    from stages.kit.publishing.signing import fingerprint  # imports cryptography
+
+    own = Path(".bakeoff/signing/key.pem")
+    if key is None:
+        return {fingerprint(own): "this workspace's own key"} if own.is_file() else {}
+    try:
+        return {fingerprint(key): f"the key {key}"}
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        raise UserError(f"{key} is no public key in PEM: {error}") from None
 
 
 def _data_files(pattern: str) -> list[Path]:

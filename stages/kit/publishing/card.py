@@ -7,7 +7,7 @@ lineage, the plan and the records do not say.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from stages.core.families import PROMPT_OPTIONS, family_of
-from stages.core.lineage import Lineage, short
+from stages.core.lineage import Lineage, lineage_lines, short
 from stages.core.params.schema import Params
 from stages.core.provenance import Provenance
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.prepared import read_origin
+from stages.kit.publishing.check import CARD_FILE
 from stages.kit.reporting.compare import Comparison, Contender
 from stages.kit.reporting.runs import EXAMPLES_DIR, Run
 from stages.kit.reporting.sections import (
@@ -36,7 +37,6 @@ from stages.kit.reporting.sections import (
 )
 from stages.kit.reporting.tables import Column, Row, Table, escape_markdown, markdown
 
-CARD_FILE = "README.md"
 TEMPLATE = Path(__file__).with_name("card.md")
 
 
@@ -165,7 +165,7 @@ def ingredients_of(
     trained_on: names of datasets. prepared_dir: of the one that the model was evaluated on; its sources are the
     resolved ones, those of others are taken from params.yaml.
     """
-    found = {("base", root.name): _source_text(root) for root in lineage_tree(model) if not root.parents}
+    found = {("base", root.name): _source_text(root) for root in model.tree() if not root.parents}
     for name in trained_on:
         if name == prepared_dir.name:
             found |= {("data", part): source for part, source in _resolved(prepared_dir, trained=True).items()}
@@ -180,26 +180,6 @@ def ingredients_of(
 def evaluated_on(prepared_dir: Path, params: Params) -> tuple[Ingredient, ...]:
     """The dataset, or those that it is a mix of: it validates on all of them."""
     return tuple(_ingredient("data", *each, params) for each in _resolved(prepared_dir, trained=False).items())
-
-
-def lineage_tree(model: Lineage) -> Iterator[Lineage]:
-    """A lineage and all that it was made from, itself first."""
-    yield model
-    for parent in model.parents.values():
-        yield from lineage_tree(parent.lineage)
-
-
-def lineage_lines(model: Lineage, *, role: str = "", depth: int = 0, seen: set[str] | None = None) -> Iterator[str]:
-    """A model and what it was made from, a line each, indented by generation; the parents of a model are listed at its
-    first mention only."""
-    seen = set() if seen is None else seen
-    source = "".join(f", {key} {value}" for key, value in model.source.items())
-    again = model.digest in seen and bool(model.parents)
-    seen.add(model.digest)
-    name = f"{model.kind} {model.name}, content {short(model.digest)}{source}{', as above' if again else ''}"
-    yield f"{'  ' * depth}{role and f'{role}: '}{name}"
-    for each, parent in ({} if again else model.parents).items():
-        yield from lineage_lines(parent.lineage, role=each, depth=depth + 1, seen=seen)
 
 
 def _source_text(root: Lineage) -> str:

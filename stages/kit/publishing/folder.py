@@ -1,72 +1,40 @@
-"""A published folder: write it, check it against itself, and send it to the hub.
-
-The check needs neither DVC nor the workspace that the folder comes from, so that it checks a copy or a download too.
-"""
+"""A published folder: write it, and send it to the hub."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
-from yaml import YAMLError
 
 from stages.core.errors import UserError, bytes_text, is_disk_full, listed, pluralize
-from stages.core.lineage import (
-    LINEAGE_FILE,
-    Lineage,
-    combined_digest,
-    digested_files,
-    file_digest,
-    file_digests,
-    read_lineage,
-    short,
-)
+from stages.core.lineage import LINEAGE_FILE, Lineage, digested_files, file_digest
 from stages.core.provenance import Provenance
-from stages.core.records import published
-from stages.kit.models.certificate import MergeCertificate
-from stages.kit.publishing.card import CARD_FILE, Publication, lineage_tree, write_card
-from stages.kit.publishing.signing import (
-    KEY_FILE,
-    STATEMENT_FILE,
-    UNSIGNED,
-    Problem,
-    PublishedFile,
-    Statement,
-    fingerprint,
-    read_statement,
-    sign,
-    signature_problems,
-    signing_key,
-    write_statement,
+from stages.core.records import publish_text, published
+from stages.kit.publishing.card import Publication, write_card
+from stages.kit.publishing.check import (
+    CARD_FILE,
+    CERTIFICATE,
+    LINEAGE,
+    MAKERS,
+    METRICS,
+    PLAN,
+    TRAINED_DIR,
+    check_published,
 )
-from stages.kit.reporting.runs import EXAMPLES_DIR, MODEL_LINEAGE_FILE
+from stages.kit.publishing.signing import STATEMENT_FILE, UNSIGNED, sign, signing_key, statement
+from stages.kit.reporting.runs import EXAMPLES_DIR
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
 
 log = logging.getLogger("stages")
-
-EVIDENCE_DIR = "evidence"
-MAKERS = {"trained": "train", "merged": "merge"}
-"""The stage that makes a model folder, by the kind of its lineage."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    problems: tuple[str, ...]
-    """A line for each file: its name, and the problems with it."""
-    key: str
-    """Fingerprint of the key that signed; "" if it cannot be read."""
-    model: Lineage | None
-    records: tuple[Provenance, ...]
-    """Records of the stages that made the model, in the order in which they ended."""
 
 
 def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *, key_dir: Path) -> None:
@@ -77,22 +45,19 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
     run, merged_dir = publication.run.name, run_dir / "merged"
     copies = {
         **{path: path.name for path in digested_files(merged_dir)},
-        **(_below(run_dir / "trained", "trained") if publication.adapter else {}),
+        **(_below(run_dir / TRAINED_DIR, TRAINED_DIR) if publication.adapter else {}),
         **_below(run_dir / EXAMPLES_DIR, EXAMPLES_DIR),
-        **{run_dir / name: f"{EVIDENCE_DIR}/{name}" for name in ("merge.json", "plan.yaml", "metrics.json")},
-        merged_dir / LINEAGE_FILE: f"{EVIDENCE_DIR}/{MODEL_LINEAGE_FILE}",
+        **{run_dir / Path(name).name: name for name in (CERTIFICATE, PLAN, METRICS)},
+        merged_dir / LINEAGE_FILE: LINEAGE,
     }
     with published(published_dir) as folder:
         for source, name in copies.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / name)
-        digests = file_digests(folder / name for name in copies.values())
-        files = [
-            PublishedFile(name=name, source=source.as_posix(), sha256=digests[folder / name])
-            for source, name in copies.items()
-        ]
-        write_statement(folder, Statement(files=tuple(files), records=publication.records))
         write_card(publication, folder)
+        files = {name: file_digest(folder / name) for name in (*copies.values(), CARD_FILE)}
+        content = statement(files, [asdict(record) for record in publication.records])
+        publish_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", folder / STATEMENT_FILE)
         sign(folder, signing_key(key_dir))
         checked = check_published(folder)
         if checked.problems:
@@ -107,111 +72,9 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
 
 def records_of(model: Lineage, evaluation: str, records_dir: Path) -> tuple[Provenance, ...]:
     """The records of all stages that trained and merged what the model comes from, and of its evaluation."""
-    made = [f"{MAKERS[each.kind]}@{each.name}" for each in lineage_tree(model) if each.kind in MAKERS]
+    made = [f"{MAKERS[each.kind]}@{each.name}" for each in model.tree() if each.kind in MAKERS]
     records = [Provenance.read(records_dir / f"{stage}.json") for stage in dict.fromkeys((*made, evaluation))]
     return tuple(sorted(records, key=lambda record: record.ended))
-
-
-def check_published(folder: Path, public_key: Path | None = None) -> Checked:
-    """Compare the signature, digests, statement, certificate and card of a published folder with each other.
-
-    public_key: of the publisher, from elsewhere; by default the one in the folder, which proves that nothing was
-    changed by accident, and not who signed.
-    """
-    key = public_key or folder / KEY_FILE
-    problems = list(signature_problems(folder, key))
-    model: Lineage | None = None
-    records: tuple[Provenance, ...] = ()
-    try:
-        model = read_lineage(folder / EVIDENCE_DIR, name=MODEL_LINEAGE_FILE)
-        problems += _evidence_problems(model, folder)
-    except UserError:
-        problems.append((f"{EVIDENCE_DIR}/{MODEL_LINEAGE_FILE}", "cannot be read"))
-    try:
-        statement = read_statement(folder)
-        records = statement.records
-        problems += _file_problems(statement, folder)
-    except ValueError as error:
-        problems.append((STATEMENT_FILE, f"is no statement of stages: {error}"))
-    else:
-        if model is not None:
-            problems += _chain_problems(model, {record.stage: record for record in records})
-    by_file: dict[str, list[str]] = {}
-    for file, problem in problems:
-        by_file.setdefault(file, []).append(problem)
-    return Checked(
-        problems=tuple(f"{file}: {'; '.join(dict.fromkeys(found))}" for file, found in by_file.items()),
-        key=fingerprint(key) if key.is_file() else "",
-        model=model,
-        records=records,
-    )
-
-
-def _file_problems(statement: Statement, folder: Path) -> Iterator[Problem]:
-    """Files that differ from the statement, and outputs whose files are not those that their stage left."""
-    found = {}
-    for file in statement.files:
-        path = folder / file.name
-        if not path.is_file():
-            yield file.name, f"is missing, although {STATEMENT_FILE} has it"
-        elif (digest := file_digest(path)) != file.sha256:
-            yield file.name, f"has content {short(digest)}, but {STATEMENT_FILE} says {short(file.sha256)}"
-        else:
-            found[file.source] = digest
-    if len(found) < len(statement.files):
-        return
-    for record in statement.records:
-        for output, digest in record.outputs.items():
-            inside = {
-                source.removeprefix(f"{output}/"): content
-                for source, content in found.items()
-                if source.startswith(f"{output}/") and not source.endswith(f"/{LINEAGE_FILE}")
-            }
-            if found.get(output, digest) != digest or (inside and combined_digest(inside) != digest):
-                yield STATEMENT_FILE, f"has files of {output} that are not those that {record.stage} left"
-
-
-def _chain_problems(model: Lineage, by_stage: Mapping[str, Provenance]) -> Iterator[Problem]:
-    """Every model of the lineage was made by its stage, from the parents in the lineage, and the last evaluated."""
-    for each in lineage_tree(model):
-        if each.kind not in MAKERS:
-            continue
-        stage = f"{MAKERS[each.kind]}@{each.name}"
-        if stage not in by_stage:
-            yield STATEMENT_FILE, f"has no record of {stage}, which made the {each.kind} {each.name}"
-            continue
-        record = by_stage[stage]
-        if each.digest not in record.outputs.values():
-            yield STATEMENT_FILE, f"{stage} made nothing with content {short(each.digest)}, which the lineage has"
-        for role, parent in each.parents.items():
-            if parent.lineage.digest not in record.inputs.values():
-                digest = short(parent.lineage.digest)
-                yield STATEMENT_FILE, f"{stage} read nothing with content {digest}, the {role} by the lineage"
-    evaluation = by_stage.get(f"evaluate@{model.name}")
-    if evaluation is None:
-        yield STATEMENT_FILE, f"has no record of evaluate@{model.name}"
-    elif model.digest not in evaluation.inputs.values():
-        yield (
-            STATEMENT_FILE,
-            f"evaluate@{model.name} read another model than the one with content {short(model.digest)}",
-        )
-
-
-def _evidence_problems(model: Lineage, folder: Path) -> Iterator[Problem]:
-    """Problems of the certificate, and of the card's figures."""
-    try:
-        certificate = MergeCertificate.read(folder / EVIDENCE_DIR / "merge.json")
-        if certificate.merged_digest != model.digest or certificate.problems():
-            yield f"{EVIDENCE_DIR}/merge.json", f"does not certify the model with content {short(model.digest)}"
-    except UserError:
-        yield f"{EVIDENCE_DIR}/merge.json", "is no certificate"
-    try:
-        metrics = json.loads((folder / EVIDENCE_DIR / "metrics.json").read_text(encoding="utf-8"))
-        for result in ModelCard.load(folder / CARD_FILE).data.eval_results or []:
-            if metrics[result.metric_type] != result.metric_value:
-                yield CARD_FILE, f"says {result.metric_type} {result.metric_value}, metrics.json another figure"
-    except (OSError, ValueError, LookupError, TypeError, YAMLError) as error:
-        yield CARD_FILE, f"its figures cannot be compared with {EVIDENCE_DIR}/metrics.json: {type(error).__name__}"
 
 
 def upload(folder: Path, repo_id: str) -> str:

@@ -10,24 +10,17 @@ import pytest
 from huggingface_hub import ModelCard, constants
 
 from stages.core.errors import UserError
-from stages.core.params import load_params
-from stages.kit.publishing.folder import check_published, upload
-from stages.kit.publishing.signing import sign, signing_key
-from stages.publish import publish_run
+from stages.kit.publishing.check import check_published
+from stages.kit.publishing.folder import upload
 from tests.hub_stand_in import TOKEN, Hub, hub_stand_in
-from tests.made_up_publication import RUN, made_up_workspace
+from tests.made_up_publication import RUN, made_up_publication, sign_again
 
 REPO = "somebody/tables"
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    workspace = made_up_workspace(tmp_path_factory.mktemp("workspace"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(workspace)
-        patch.delenv("DVC_ROOT", raising=False)
-        publish_run(load_params(), RUN, workspace / "published" / RUN)
-    return workspace / "published" / RUN
+    return made_up_publication(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture
@@ -105,7 +98,7 @@ def test_a_licence_that_is_unknown_is_refused_before_anything_is_made(
     card = ModelCard.load(folder / "README.md")
     card.data.license = licence
     card.save(folder / "README.md")
-    sign(folder, signing_key(folder.parent / "key"))
+    sign_again(folder)
     with pytest.raises(UserError, match=problem):
         upload(folder, REPO)
     assert not hub.repositories
@@ -121,7 +114,7 @@ def test_a_changed_or_missing_folder_and_a_missing_network_are_refused(
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         upload(folder, REPO)
     (folder / "model.safetensors").write_bytes(b"other weights")
-    with pytest.raises(UserError, match=f"(?s)make publish RUN={RUN}.*model.safetensors: is not as it was signed"):
+    with pytest.raises(UserError, match=f"(?s)make publish RUN={RUN}.*model.safetensors: has content"):
         upload(folder, REPO)
     assert not hub.requests
 

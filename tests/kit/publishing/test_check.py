@@ -1,0 +1,368 @@
+"""Checks of a published folder: any change is found and named, also if somebody signs it again with their own key."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from stages.core.lineage import combined_digest, file_digest, read_lineage
+from stages.kit.publishing.check import CARD_FILE, CERTIFICATE, LINEAGE, METRICS, MODEL, PLAN, check_published
+from stages.kit.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, fingerprint
+from tests.damage import damaged_bytes, damaged_tree, nested, quick
+from tests.made_up_publication import RUN, made_up_publication, records_in, sign_again
+from tools.verify.__main__ import UNKNOWN_KEY, main
+
+WEIGHTS = "model.safetensors"
+ADAPTER = "trained/adapter/adapter_model.safetensors"
+RUN_DIR = f"data/runs/{RUN}"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_up_publication(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture
+def copy(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(published, tmp_path / "copy"))
+
+
+def verify(folder: Path, key: Path | None = None) -> Result:
+    return CliRunner().invoke(main, ["--published", str(folder), *(["--key", str(key)] if key else [])])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_only_a_named_key_makes_a_folder_good(copy: Path, tmp_path: Path) -> None:
+    key = Path(shutil.copy(copy / KEY_FILE, tmp_path / "publisher.pem"))
+    good = verify(copy, key)
+    assert (good.exit_code, good.output.splitlines()[-1][:4]) == (0, "OK: ")
+    for words in (f"train@{RUN}, 2026-11-21T10:01:00", "commit c0ffee", f"merged {RUN}", "folder data/tiny/qwen2-vl"):
+        assert words in good.output
+    unnamed = verify(copy)
+    assert unnamed.exit_code == UNKNOWN_KEY
+    assert f"\nsigned by a key you have not named: {fingerprint(key)}\nestablished: " in unnamed.output
+    assert "\nnot established: who signed." in unnamed.output
+    assert "OK" not in unnamed.output
+    own = tmp_path / ".bakeoff/signing/key.pem"
+    own.parent.mkdir(parents=True)
+    sign_again(copy)
+    shutil.copy(copy.parent / "their key/key.pem", own)
+    assert verify(copy).exit_code == 0, "the workspace's own key"
+    theirs = verify(copy, key)
+    assert theirs.exit_code == 1
+    assert f"\nsigned by a key you have not named: {fingerprint(own)}\nDAMAGED" in theirs.output
+    for path, words in ((tmp_path / "none.pem", "is no public key"), (copy / CARD_FILE, "is no public key in PEM")):
+        assert words in verify(copy, path).output
+
+
+def test_a_flipped_byte_in_any_file_is_found_and_the_file_named(published: Path, copy: Path) -> None:
+    names = [path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()]
+    assert {CARD_FILE, WEIGHTS, ADAPTER, STATEMENT_FILE, SIGNATURE_FILE, KEY_FILE} <= set(names)
+    for name in names:
+        flip(copy / name)
+        problems = check_published(copy).problems
+        assert any(name in problem for problem in problems), (name, problems)
+        shutil.copy(published / name, copy / name)
+    (copy / ".gitattributes").write_text("*.safetensors filter=lfs")  # which the hub adds
+    assert not check_published(copy).problems
+
+
+# Changes that somebody else signs again, with a statement that follows from the files.
+
+
+def edited(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """A change to the content of a JSON file."""
+
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+
+    return edit
+
+
+def in_record(stage: str, *steps: str, to: Any) -> Callable[[Path], None]:
+    """Another value at a place of the record of a stage."""
+
+    def change(content: Any) -> None:
+        here = next(record for record in records_in(content) if record["stage"] == f"{stage}@{RUN}")
+        for step in steps[:-1]:
+            here = here[step]
+        here[steps[-1]] = to
+
+    return edited(STATEMENT_FILE, change)
+
+
+def put(name: str, text: str = "import os") -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+    return write
+
+
+def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    def change_all(folder: Path) -> None:
+        for change in changes:
+            change(folder)
+
+    return change_all
+
+
+def other_weights(folder: Path) -> None:
+    flip(folder / WEIGHTS)
+
+
+def replaced(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def replace(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+
+    return replace
+
+
+def forged(folder: Path) -> None:
+    """Everything as if the stages had made the files as they are now: nothing contradicts anything."""
+    before = read_lineage(folder / "evidence", name=Path(LINEAGE).name)
+    parts = {path.name: file_digest(path) for path in folder.glob("*") if path.is_file()}
+    for name in (CARD_FILE, STATEMENT_FILE, KEY_FILE, SIGNATURE_FILE):
+        del parts[name]
+    lineage = json.loads((folder / LINEAGE).read_text())
+    lineage["digest"] = combined_digest(parts)
+    del lineage["seal"]
+    (folder / LINEAGE).write_text(json.dumps(lineage))
+    certificate = records_in(json.loads((folder / STATEMENT_FILE).read_text()))[1]["outputs"][f"{RUN_DIR}/merge.json"]
+    replaced(CERTIFICATE, before.digest, lineage["digest"])(folder)
+    replaced(STATEMENT_FILE, before.digest, lineage["digest"])(folder)
+    replaced(STATEMENT_FILE, certificate, file_digest(folder / CERTIFICATE))(folder)
+
+
+def beside(folder: Path) -> None:
+    save_file({"x": np.zeros(1, dtype=np.float32)}, folder / "adapter_model.safetensors")
+    shutil.copy(folder / "trained/adapter/adapter_config.json", folder)
+
+
+ANOTHER = {"kind": "base", "name": "x", "digest": "1" * 64, "source": {"hub": "evil/x", "revision": "0" * 40}}
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "weights": (other_weights, MODEL),
+    "adapter": (lambda folder: flip(folder / ADAPTER), "trained"),
+    "no adapter": (lambda folder: shutil.rmtree(folder / "trained"), "trained"),
+    "another output": (
+        both(other_weights, in_record("merge", "outputs", to={"data/runs/x/merged": "0" * 64})),
+        STATEMENT_FILE,
+    ),
+    "outputs of another content": (
+        both(other_weights, in_record("merge", "outputs", f"{RUN_DIR}/merged", to="0" * 64)),
+        STATEMENT_FILE,
+    ),
+    "adapter beside the model": (beside, MODEL),
+    "adapter, all forged": (both(beside, forged), MODEL),
+    "pickle": (put("pytorch_model.bin"), "pytorch_model.bin"),
+    "pickle, all forged": (both(put("pytorch_model.bin"), forged), "pytorch_model.bin"),
+    "code": (put("modeling_x.py"), "modeling_x.py"),
+    "code, all forged": (both(put("modeling_x.py"), forged), "modeling_x.py"),
+    "code in the configuration": (
+        both(edited("config.json", lambda it: it.update(auto_map={"AutoModel": "x.X"})), forged),
+        MODEL,
+    ),
+    "another index": (put("model.safetensors.index.json", '{"weight_map": {"weight": "trained/x"}}'), MODEL),
+    "lineage.json": (put("lineage.json", "{}"), MODEL),
+    "a folder": (put("original/consolidated.safetensors"), "original/consolidated.safetensors"),
+    "code beside the adapter": (put("trained/adapter/x.py"), "trained/adapter/x.py"),
+    "an example": (put("examples/x.png"), "examples"),
+    "more evidence": (put("evidence/x.json"), "evidence/x.json"),
+    "seed": (in_record("train", "seed", to=1), STATEMENT_FILE),
+    "seed of the plan": (
+        both(in_record("train", "seed", to=1), in_record("train", "plan", "seed", to=1)),
+        STATEMENT_FILE,
+    ),
+    "plan": (replaced(PLAN, "seed: 42", "seed: 43"), PLAN),
+    "attempt": (in_record("train", "attempt", to=1), STATEMENT_FILE),
+    "no plan": (in_record("train", "plan", to=None), STATEMENT_FILE),
+    "metrics": (edited(METRICS, lambda it: it.update(mean_iou=1.0)), METRICS),
+    "card": (replaced(CARD_FILE, "type: mean_iou\n      value: 0.", "type: mean_iou\n      value: 1."), CARD_FILE),
+    "base in the card": (replaced(CARD_FILE, "library_name", "base_model: evil/x\nlibrary_name"), CARD_FILE),
+    "no figures": (put(CARD_FILE, "---\nlicense: mit\n---\n"), CARD_FILE),
+    "certificate": (replaced(CERTIFICATE, '"processor_parity": true', '"processor_parity": false'), CERTIFICATE),
+    "tolerance": (
+        both(edited(CERTIFICATE, lambda it: it.update(tolerance=9.0, logit_deviation=8.0)), forged),
+        CERTIFICATE,
+    ),
+    "base": (in_record("train", "inputs", "data/bases/vlm", to="0" * 64), STATEMENT_FILE),
+    "evaluated": (in_record("evaluate", "inputs", f"{RUN_DIR}/merged", to="0" * 64), STATEMENT_FILE),
+    "a record less": (edited(STATEMENT_FILE, lambda it: records_in(it).pop(0)), STATEMENT_FILE),
+    "a record more": (
+        edited(STATEMENT_FILE, lambda it: records_in(it).insert(0, {**records_in(it)[0], "stage": "train@x"})),
+        STATEMENT_FILE,
+    ),
+    "lineage of a base": (edited(LINEAGE, lambda it: it.update(kind="base", parents={}, seal=None)), LINEAGE),
+    "lineage without the training": (
+        edited(LINEAGE, lambda it: (it["parents"].pop("trained"), it.pop("seal"))),
+        LINEAGE,
+    ),
+    "lineage of another base": (
+        edited(LINEAGE, lambda it: (it["parents"]["base"].update(lineage=ANOTHER), it.pop("seal"))),
+        STATEMENT_FILE,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "file"), CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_that_somebody_else_signs_contradicts_the_rest(
+    copy: Path, change: Callable[[Path], None], file: str
+) -> None:
+    change(copy)
+    sign_again(copy)
+    problems = check_published(copy).problems
+    assert any(problem.startswith(f"{file}: ") for problem in problems), problems
+    assert not any(problem.startswith(f"{SIGNATURE_FILE}: ") for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(subject=[]),
+        lambda content: content["subject"][5].update(name="x"),
+        lambda content: content["subject"][5]["digest"].update(sha256="0" * 64),
+        lambda content: content["subject"].append(content["subject"][0]),
+        lambda content: content["subject"][0].update(annotations=[]),
+        lambda content: content.update(predicateType="https://slsa.dev/provenance/v2"),
+        lambda content: content["predicate"]["runDetails"]["metadata"].update(startedOn="2020-01-01T00:00:00+00:00"),
+        lambda content: content["predicate"]["buildDefinition"]["resolvedDependencies"].pop(),
+        lambda content: records_in(content)[0].update(command="rm -rf /"),
+    ],
+)
+def test_a_statement_that_says_another_thing_than_its_files_and_records_is_refused(
+    copy: Path, change: Callable[[Any], None]
+) -> None:
+    edited(STATEMENT_FILE, change)(copy)
+    sign_again(copy, statement_follows=False)
+    assert check_published(copy).problems
+
+
+def test_a_wholly_forged_folder_is_only_as_good_as_its_key(copy: Path, tmp_path: Path) -> None:
+    key = Path(shutil.copy(copy / KEY_FILE, tmp_path / "publisher.pem"))
+    both(other_weights, forged, sign_again)(copy)
+    assert verify(copy).exit_code == UNKNOWN_KEY
+    assert verify(copy, key).exit_code == 1
+
+
+# Strange files, and a verdict for each.
+
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "folder": lambda path: path.mkdir(),
+    "pipe": lambda path: os.mkfifo(path),
+    "link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "link to itself": lambda path: path.symlink_to(path),
+    "link to a folder": lambda path: path.symlink_to("/etc"),
+    "nothing": lambda path: None,
+    "empty": lambda path: path.touch(),
+    "deep": lambda path: path.write_text(json.dumps(nested(900)) * 20),
+    "deeper": lambda path: path.write_text("[" * 100_000),
+    "deep mappings": lambda path: path.write_text('{"a":' * 150 + "1" + "}" * 150),
+    "not a number": lambda path: path.write_text("NaN"),
+    "circle": lambda path: path.write_text("---\na: &a [*a]\n---\n"),
+    "deep card": lambda path: path.write_text(f"---\na: {'[' * 5000}\n---\n"),
+    "list": lambda path: path.write_text("[]"),
+    "another kind of key": lambda path: path.write_bytes(
+        ed25519.Ed25519PrivateKey.generate()
+        .public_key()
+        .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [SIGNATURE_FILE, STATEMENT_FILE, KEY_FILE, CARD_FILE, LINEAGE, METRICS, PLAN, "config.json"]
+)
+def test_a_strange_file_gives_a_verdict(published: Path, tmp_path: Path, name: str) -> None:
+    for what, make in STRANGE.items():
+        copy = Path(shutil.copytree(published, tmp_path / what))
+        (copy / name).unlink()
+        make(copy / name)
+        result = verify(copy)
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit), (what, result.exc_info)
+        assert "DAMAGED: " in result.output, what
+
+
+NAMES = [
+    *("x", "adapter_config.json", "adapter_model.safetensors", "pytorch_model.bin", "model.gguf", "tf_model.h5"),
+    *(
+        "modeling_x.py",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "model.safetensors.index.json",
+        "lineage.json",
+    ),
+    *(
+        "trained/x.safetensors",
+        "trained/adapter/README.md",
+        "evidence/x",
+        "custom_generate/generate.py",
+        ".x",
+        ".git/x",
+    ),
+]
+"""Files that may come into a folder."""
+
+
+def loaded(folder: Path) -> dict[str, bytes]:
+    """Files that somebody may load: all but those that describe the model, and those of git and of the hub's client."""
+    described = (CARD_FILE, STATEMENT_FILE, KEY_FILE, SIGNATURE_FILE, "evidence", "examples", ".git", ".cache")
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in files.items() if name.partition("/")[0] not in described}
+
+
+@given(data=st.data())
+@quick(120)
+def test_whatever_is_damaged_and_signed_again_nothing_else_is_loaded(
+    published: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "fuzzed/copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(published, folder)
+    there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    for name in data.draw(st.lists(st.sampled_from([*there, *NAMES]), min_size=1, max_size=3, unique=True)):
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b"{}"
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(exist_ok=True)
+        how = data.draw(st.sampled_from(["bytes", "tree" if name.endswith(".json") else "bytes", "other", *STRANGE]))
+        if how == "tree":
+            path.write_text(json.dumps(data.draw(damaged_tree(json.loads(content)))), errors="surrogatepass")
+        elif how == "bytes":
+            path.write_bytes(data.draw(damaged_bytes(content)))
+        elif how == "other":
+            shutil.copy(published / data.draw(st.sampled_from(there)), path)
+        else:
+            STRANGE[how](path)
+    signed = data.draw(st.sampled_from(["not", "again", "with a statement that follows"]))
+    with suppress(Exception):  # where a pipe or no statement is in the way
+        if signed != "not":
+            sign_again(folder, statement_follows=signed != "again")
+    result = verify(folder)
+    assert isinstance(result.exception, SystemExit), result.exc_info
+    assert result.exit_code in (1, UNKNOWN_KEY)
+    if result.exit_code == UNKNOWN_KEY:
+        assert loaded(folder) == loaded(published)
