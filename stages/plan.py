@@ -108,8 +108,9 @@ def main(recipe: str) -> None:
     fits = evaluation.verdict in (None, "fits")
     halved = "" if fits else f": {evaluation.verdict}; it halves its batch until it does"
     log.info("evaluation takes %s GiB, %d at once%s", gib_text(evaluation.prediction.total_bytes), batch_size, halved)
-    if wanted.quantization != fit.plan.quantization:
-        log.info("quantization is %s: profile %s overrides the recipe's", fit.plan.quantization, fit.plan.profile)
+    for setting, planned in (("quantization", fit.plan.quantization), ("epochs", fit.plan.schedule.epochs)):
+        if (asked := getattr(wanted, setting)) != planned:
+            log.info("%s: %s, by profile %s; the recipe says %s", setting, planned, fit.plan.profile, asked)
 
 
 if __name__ == "__main__":

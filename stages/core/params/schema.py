@@ -162,6 +162,8 @@ class ProfileParams:
     evaluation: EvaluationParams
     learning_rate_scale: Rate = 1.0
     """Factor on every learning rate of a recipe: a tiny model needs a larger one."""
+    max_epochs: Positive | None = None
+    """Most epochs of any recipe: a tiny model needs fewer. Null: as many as the recipe says."""
     dataloader_workers: Annotated[int, Field(ge=0, le=256)] = 4
     place: Literal["here", "slurm"] = "here"
     """Stages run on this machine, or each as a job of Slurm. BAKEOFF_PLACE overrides it."""

@@ -192,14 +192,16 @@ def _schedule(params: Params, name: str, train_samples: int) -> Schedule:
         )
     # The last, smaller batch of an epoch is a step too, as in transformers' Trainer.
     steps_per_epoch = ceil(train_samples / recipe.effective_batch)
-    num_steps = min(steps_per_epoch * recipe.epochs, recipe.max_steps or steps_per_epoch * recipe.epochs)
+    epochs = min(recipe.epochs, profile.max_epochs or recipe.epochs)
+    num_steps = min(steps_per_epoch * epochs, recipe.max_steps or steps_per_epoch * epochs)
     rates = {
         part: recipe.part_learning_rates.get(part, recipe.learning_rate) * profile.learning_rate_scale
         for part in recipe.parts.trained()
     }
-    of_recipe = ("effective_batch", "epochs", "lr_schedule", "weight_decay", "max_grad_norm")
+    of_recipe = ("effective_batch", "lr_schedule", "weight_decay", "max_grad_norm")
     return Schedule(
         **{name: getattr(recipe, name) for name in of_recipe},
+        epochs=epochs,
         train_samples=train_samples,
         micro_batch=memory.micro_batch,
         grad_accumulation=recipe.effective_batch // at_once,

@@ -85,6 +85,13 @@ def test_the_effective_batch_is_kept_and_every_sample_is_seen(
     assert 0 <= schedule.warmup_steps <= schedule.num_steps
 
 
+def test_a_profile_limits_the_epochs_of_longer_recipes() -> None:
+    for name, on_tiny in (("amr-ptr", 8), ("r1-llm-only", 3)):
+        schedule = resolve_plan(PARAMS, name, train_samples=32).schedule
+        assert (schedule.epochs, schedule.num_steps) == (on_tiny, 2 * on_tiny)
+    assert resolve_plan(PARAMS.on("qwen25-7b-24gb"), "amr-ptr", train_samples=32).schedule.num_steps == 30
+
+
 PLAN = resolve_plan(PARAMS, "r1-llm-only", train_samples=10)
 
 
