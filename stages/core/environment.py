@@ -15,7 +15,7 @@ from pathlib import Path
 
 OF_THE_MACHINE = frozenset(
     {
-        # LD_LIBRARY_PATH: where some clusters keep the CUDA driver.
+        # LD_LIBRARY_PATH: where some clusters keep the CUDA driver (`library_path`).
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
         # Downloaded models and data. Not TRITON_CACHE_DIR: the launcher names a folder for kernels that this set of
         # packages has compiled.
@@ -92,6 +92,9 @@ SET = {
     "PYTHONHASHSEED": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "FLASH_ATTENTION_DETERMINISTIC": "1",
+    # By itself each process of NCCL tries whether the kernel lets it share host memory by cuMem, and two that find
+    # different answers fail (NVIDIA/nccl#2190).
+    "NCCL_CUMEM_HOST_ENABLE": "0",
     # Tokenizer threads deadlock, loudly, in forked data-loader workers.
     "TOKENIZERS_PARALLELISM": "false",
     # Only the locked packages: none from ~/.local.
@@ -138,7 +141,19 @@ def stage_environment(stage: str, caller: Mapping[str, str], *, network: bool, t
     watches its output on one.
     """
     passed = _passed(stage, caller, PASSED | OF_THE_MACHINE, network=network)
+    if "LD_LIBRARY_PATH" in passed:
+        passed["LD_LIBRARY_PATH"] = library_path(passed["LD_LIBRARY_PATH"])
     return passed | _given(caller, network=network, terminal=terminal)
+
+
+def library_path(folders: str) -> str:
+    """LD_LIBRARY_PATH without the folders that hold a cuDNN, cuBLAS or NCCL: the loader would take those, and not the
+    locked ones, which it finds by torch's own RUNPATH.
+    """
+    shadowing = ("libcudnn*.so*", "libcublas*.so*", "libnccl*.so*")
+    return ":".join(
+        folder for folder in folders.split(":") if not any(next(Path(folder).glob(name), None) for name in shadowing)
+    )
 
 
 def container_environment(

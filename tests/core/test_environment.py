@@ -85,6 +85,15 @@ def test_the_machine_reaches_a_process_and_not_a_container() -> None:
     assert "TRITON_CACHE_DIR" not in process.keys() | container.keys()
 
 
+def test_other_libraries_of_cuda_do_not_take_the_place_of_the_locked_ones(tmp_path: Path) -> None:
+    for name in ("cuda/libcudnn_ops.so.9", "blas/libcublasLt.so.13", "nccl/libnccl.so", "driver/libcuda.so.1", "gcc/x"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    folders = [str(tmp_path / name) for name in ("cuda", "driver", "blas", "gcc", "nccl", "nowhere")]
+    left = on_machine("train", {"LD_LIBRARY_PATH": ":".join(folders)})["LD_LIBRARY_PATH"]
+    assert left.split(":") == [folders[1], folders[3], folders[5]]
+
+
 def test_a_caller_may_stay_offline_and_a_container_has_its_own_proxies_and_interface() -> None:
     assert on_machine("base", {"HF_HUB_OFFLINE": "1"}, network=True)["HF_HUB_OFFLINE"] == "1"
     assert in_container("train", {})["HTTPS_PROXY"] == "", "docker would add the proxies of its own configuration"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -10,11 +11,12 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from stages.core.environment import TMP_DIR
 from stages.core.signals import GRACE_S
 from stages.kit.launcher.container import INSIDE, Mount, NotUsable, Outputs, run_client, run_sealed, variables
-from stages.kit.launcher.gpus import Gpu
+from stages.kit.launcher.gpus import Gpu, device_files
 from stages.kit.launcher.images import image_reference
 from stages.kit.launcher.pipeline import Request
 from stages.kit.launcher.process import Ended, Image
@@ -76,6 +78,11 @@ class Client:
         """The digest of the image of that name on this machine; None if there is none, or no engine answers."""
         found = self.ask("image", "inspect", "--format", "{{.Id}}", reference)
         return found.stdout.strip() if found.returncode == 0 else None
+
+    def info(self) -> dict[str, Any]:
+        """The engine's description of itself and its machine; empty if it gives none."""
+        answer = self.ask("info", "--format", "{{json .}}")
+        return dict(json.loads(answer.stdout)) if answer.returncode == 0 else {}
 
     def problem(self) -> str | None:
         """The reason why the engine cannot be used, in one line; None if it answers."""
@@ -157,7 +164,14 @@ class ContainerEngine:
             devices = [option for gpu in gpus for option in ("--device", f"nvidia.com/gpu={gpu.uuid}")]
             return [*plain, *(() if os.getuid() == 0 else ("--userns", "keep-id")), *devices]
         # In a rootless Docker, root inside is the caller outside.
-        rootless = "rootless" in self.client.ask("info", "--format", "{{.SecurityOptions}}").stdout
+        info = self.client.info()
+        rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
         user = ["--user", "0:0"] if rootless else ["--userns", "host", "--user", CALLER]
+        # A container loses a GPU that --gpus alone has given it when systemd reloads its units, as at each update of
+        # packages: docker and its cgroup do not know of the device (NVIDIA/nvidia-container-toolkit#48).
+        names = [f"nvidia.com/gpu={gpu.uuid}" for gpu in gpus]
+        if {device.get("ID") for device in info.get("DiscoveredDevices") or ()}.issuperset(names):
+            return [*user, *(option for name in names for option in ("--device", name))]
         uuids = ",".join(gpu.uuid for gpu in gpus)
-        return [*user, *(("--gpus", f'"device={uuids}"') if gpus else ())]
+        files = [] if rootless else device_files(gpus)
+        return [*user, "--gpus", f'"device={uuids}"', *(option for path in files for option in ("--device", str(path)))]

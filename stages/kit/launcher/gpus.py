@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import psutil
 
@@ -28,6 +28,9 @@ IDLE_BYTES = 2**30
 SETTLE_S = 10.0
 """Time that a GPU may stay in use after its lease ended: a process that just ended is still freeing memory."""
 POLL_S = 1.0
+MIN_DRIVER = 580
+"""The first driver for CUDA 13, which torch in docker/cuda.lock is built with (NVIDIA, CUDA Toolkit release notes)."""
+DEVICES_DIR = Path("/dev")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,8 @@ class Gpu:
     uuid: str
     """GPU-8932f937-d72c-..."""
     name: str
+    minor: int = -1
+    """Number of its device file, /dev/nvidia0; -1 if the driver does not give it."""
     used_bytes: int = 0
     """In use by all processes, those of other containers included, without the driver's reserve."""
     total_bytes: int = 0
@@ -82,6 +87,23 @@ def driver_version() -> str | None:
         return None
 
 
+def refuse_old_driver(what: str) -> None:
+    """Raises UserError if NVIDIA's driver is older than the locked packages need. what: a stage, for the message."""
+    version = driver_version()
+    if version is not None and int(version.partition(".")[0]) < MIN_DRIVER:
+        raise UserError(
+            f"{what} needs NVIDIA's driver {MIN_DRIVER} or newer, for the CUDA 13 of docker/cuda.lock; this machine "
+            f"has {version}. A container uses the machine's driver too. Install a newer one, or use another machine"
+        )
+
+
+def device_files(gpus: Sequence[Gpu]) -> list[Path]:
+    """The device files of these GPUs and those that all of them share, as far as they exist."""
+    shared = ("nvidiactl", "nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools")
+    paths = [DEVICES_DIR / name for name in (*(f"nvidia{gpu.minor}" for gpu in gpus), *shared)]
+    return [path for path in paths if path.exists()]
+
+
 @contextmanager
 def _nvml() -> Iterator[None]:
     import pynvml
@@ -105,12 +127,22 @@ def _read_gpu(index: int) -> Gpu | None:
             index=index,
             uuid=pynvml.nvmlDeviceGetUUID(device),
             name=pynvml.nvmlDeviceGetName(device),
+            minor=_minor(device),
             used_bytes=memory.used,
             total_bytes=memory.total,
             processes=tuple(process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses_v3(device)),
         )
     except pynvml.NVMLError_GpuIsLost:
         return None
+
+
+def _minor(device: Any) -> int:
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetMinorNumber(device))
+    except pynvml.NVMLError_NotSupported:
+        return -1
 
 
 @contextmanager
@@ -124,13 +156,15 @@ def leased_gpus(
     visible: the caller's CUDA_VISIBLE_DEVICES, which a batch system sets too; the GPUs come in its order. None: all.
     say: gets one line that names the holders that it waits for, and another one when they change.
 
-    Raises UserError if waiting for other stages would not help: there are too few GPUs, or foreign processes use them.
+    Raises UserError if waiting for other stages would not help: the driver is too old, there are too few GPUs, or
+    foreign processes use them.
     KeyboardInterrupt or the end of the process end the wait, so call this before handling SIGINT or SIGTERM. A lease
     ends with this process even after SIGKILL, and no child keeps it: the locks are closed when a program starts.
     """
     if count == 0:
         yield ()
         return
+    refuse_old_driver(holder)
     locks_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as locks:
         waits_for, settled_at = dict[int, str](), time.monotonic() + SETTLE_S

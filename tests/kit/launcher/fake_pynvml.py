@@ -46,11 +46,12 @@ def _memory(gpu: Any, version: int) -> SimpleNamespace:
 _RESULTS: dict[str, Any] = {
     "nvmlInit": lambda: None,
     "nvmlShutdown": lambda: None,
-    "nvmlSystemGetDriverVersion": lambda: "580.95.05",
+    "nvmlSystemGetDriverVersion": lambda: _state()["driver"],
     "nvmlDeviceGetCount": lambda: len(_state()["gpus"]),
     "nvmlDeviceGetHandleByIndex": _handle,
     "nvmlDeviceGetUUID": lambda gpu: gpu["uuid"],
     "nvmlDeviceGetName": lambda gpu: gpu["name"],
+    "nvmlDeviceGetMinorNumber": lambda gpu: gpu["minor"],
     "nvmlDeviceGetMemoryInfo": _memory,
     "nvmlDeviceGetComputeRunningProcesses_v3": _processes,
 }

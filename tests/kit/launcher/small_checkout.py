@@ -98,10 +98,12 @@ def commit(workspace: Path) -> None:
     run(workspace, "git", "commit", "--quiet", "--message", "start")
 
 
-def set_gpus(workspace: Path, *gpus: Gpu, failing: Mapping[str, int] | None = None) -> dict[str, Any]:
+def set_gpus(
+    workspace: Path, *gpus: Gpu, failing: Mapping[str, int] | None = None, driver: str = "580.95.05"
+) -> dict[str, Any]:
     """Let processes that are started in this folder see these GPUs; returns the variables that they need for it."""
     shutil.copy(Path(__file__).with_name("fake_pynvml.py"), workspace / "pynvml.py")
-    state = {"gpus": [asdict(gpu) for gpu in gpus], "failing": failing or {}}
+    state = {"gpus": [asdict(gpu) for gpu in gpus], "failing": failing or {}, "driver": driver}
     path = workspace / ".bakeoff/fake-gpus.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(state))

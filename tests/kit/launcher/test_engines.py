@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from stages.core.errors import UserError
 from stages.core.provenance import Machine
 from stages.core.signals import ENDING
-from stages.kit.launcher import inside
+from stages.kit.launcher import gpus, inside
 from stages.kit.launcher.apptainer import IMAGES_DIR, SECCOMP, ApptainerEngine, digest_path, sif_path
 from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.engines import CONTAINER_ENGINES, Engine, choose_engine
@@ -49,7 +49,7 @@ if words[:2] == ["image", "inspect"]:
 if words[0] == "version" and error and "No such image" not in error:
     sys.exit(error)
 if words[0] == "info":
-    print(os.environ.get("FAKE_SECURITY", "[name=seccomp]"))
+    print(os.environ.get("FAKE_INFO", "{{}}"))
 if words[0] == "kill":
     if (here / "killed").exists():
         sys.exit("Error: No such container")
@@ -181,7 +181,7 @@ def test_kernel_settings_are_read_only_with_what_is_mounted_inside(
     assert not any("debug" in value for value in found)
 
 
-GPUS = tuple(Gpu(index=index, uuid=f"GPU-{letter}", name="H100") for index, letter in enumerate("ab"))
+GPUS = tuple(Gpu(index=index, uuid=f"GPU-{letter}", name="H100", minor=index) for index, letter in enumerate("ab"))
 CALLER = {"LANG": "C.UTF-8", "HF_TOKEN": "hf_secret", "HTTPS_PROXY": "http://me:secret@proxy", "AWS_KEY": "secret"}
 
 
@@ -227,8 +227,19 @@ def test_apptainer_shows_network_and_gpus_to_stages_that_need_them(
 def test_docker_and_podman_give_gpus_by_their_uuids(
     docker: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    files = [docker / name for name in ("nvidia1", "nvidiactl", "nvidia7")]
+    for path in files:
+        path.touch()
+    monkeypatch.setattr(gpus, "DEVICES_DIR", docker)
     call, _ = the_run(docker, workspace, "docker", gpus=GPUS)
     assert options(call, "--gpus") == ['"device=GPU-a,GPU-b"']
+    assert options(call, "--device") == [str(path) for path in files[:2]], "or systemd takes them away"
+    names = [f"nvidia.com/gpu={gpu.uuid}" for gpu in GPUS]
+    listed = [{"Source": "cdi", "ID": name} for name in names]
+    monkeypatch.setenv("FAKE_INFO", json.dumps({"DiscoveredDevices": listed}))
+    call, _ = the_run(docker, workspace, "docker", gpus=GPUS)
+    assert options(call, "--device") == names
+    assert "--gpus" not in call
     install(docker, "podman")
     monkeypatch.setattr(os, "getuid", lambda: 1234)
     call, _ = the_run(docker, workspace, "podman", gpus=GPUS[:1])
@@ -241,7 +252,7 @@ def test_docker_and_podman_give_gpus_by_their_uuids(
 def test_podman_under_dockers_name_and_rootless_docker_are_recognized(
     docker: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_SECURITY", "[name=seccomp,profile=default name=rootless]")
+    monkeypatch.setenv("FAKE_INFO", json.dumps({"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]}))
     call, _ = the_run(docker, workspace, "docker")
     assert options(call, "--user") == ["0:0"], "root is the caller"
     (docker / "docker").write_text(f"{CLIENT}\n# exec podman")  # a script of the package podman-docker

@@ -18,7 +18,8 @@ from stages.kit.launcher import launch as launcher
 from stages.kit.launcher.apptainer import ApptainerEngine
 from stages.kit.launcher.container import Outputs, refuse_links_out
 from stages.kit.launcher.engines import choose_engine
-from stages.kit.launcher.gpus import Gpu
+from stages.kit.launcher.gpus import MIN_DRIVER, Gpu
+from stages.kit.launcher.images import read_pins
 from stages.kit.launcher.launch import refuse_full_disk, refuse_missing_deps
 from stages.kit.launcher.pipeline import Request, gpus_wanted
 from stages.kit.launcher.process import STAGES, ProcessEngine
@@ -116,6 +117,24 @@ def test_link_out_of_the_checkout_is_refused_before_anything_is_written(
     (checkout / "within").mkdir()
     (checkout / link).symlink_to(checkout / "within")
     refuse_links_out(checkout, [f"{link}/vlm"])
+
+
+@pytest.mark.parametrize(("stage", "name"), [("base", "vlm"), ("train", "r1-llm-only")])
+def test_driver_older_than_the_lock_needs_is_refused_before_a_download(workspace: Path, stage: str, name: str) -> None:
+    (workspace / "stages/base.py").write_text(STAGE)
+    old = set_gpus(workspace, *GPUS, driver=f"{MIN_DRIVER - 10}.86.15")
+    refused = run(workspace, "docker/run", stage, name, code=1, DVC_ROOT=str(workspace), **old)
+    assert f"driver {MIN_DRIVER} or newer, for the CUDA 13 of docker/cuda.lock" in refused
+    assert f"this machine has {MIN_DRIVER - 10}.86.15" in refused
+    assert notes(workspace) == []
+
+
+def test_driver_is_that_of_the_locked_cuda() -> None:
+    """NVIDIA's table: CUDA 13 needs 580, and every later 13 works with it."""
+    (cuda,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", (ROOT / "docker/cuda.lock").read_text(), re.MULTILINE)
+    assert (cuda.partition(".")[0], MIN_DRIVER) == ("13", 580)
+    assert f"nvidia/cuda:{cuda}." in read_pins(ROOT).bases.cuda_devel.image
+    assert f"driver {MIN_DRIVER} or newer" in (ROOT / "docs/servers.md").read_text()
 
 
 def test_training_takes_the_profiles_gpus_and_inference_one() -> None:
