@@ -92,8 +92,8 @@ SET = {
     "PYTHONHASHSEED": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "FLASH_ATTENTION_DETERMINISTIC": "1",
-    # By itself each process of NCCL tries whether the kernel lets it share host memory by cuMem, and two that find
-    # different answers fail (NVIDIA/nccl#2190).
+    # NCCL would try in each process whether the kernel shares host memory by cuMem; two processes that find different
+    # answers fail (NVIDIA/nccl#2190).
     "NCCL_CUMEM_HOST_ENABLE": "0",
     # Tokenizer threads deadlock, loudly, in forked data-loader workers.
     "TOKENIZERS_PARALLELISM": "false",
