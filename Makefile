@@ -76,12 +76,12 @@ run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=,
 data: setup ## Show a dataset of images with boxes: counts, sizes, twelve images (SOURCE=folder, FORMAT=; or DATASET=)
 	@$(if $(filter-out hub:%,$(SOURCE)),$(offline)) $(python) -m tools.data $(if $(SOURCE),'$(SOURCE)') $(if $(DATASET),--dataset '$(DATASET)') $(if $(FORMAT),--format $(FORMAT))
 
-# Options that are not given are left out: a recipe, a profile, one size of GPU or several.
+# Options that are not given are left out: a recipe, a profile, one GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
-	$(if $(GPU_GB),--gpu-gb '$(GPU_GB)') $(if $(filter-out 0,$(JSON)),--json)
+	$(if $(GPU),--gpu '$(GPU)') $(if $(filter-out 0,$(JSON)),--json)
 
 .PHONY: plan
-plan: setup ## Predict whether a recipe fits a GPU, without one (RECIPE=, PROFILE=, GPU_GB=24, JSON=1; ALL=1)
+plan: setup ## Predict a recipe's memory and time on a GPU, without one (RECIPE=, PROFILE=, GPU=24|"RTX 3090", JSON=1; ALL=1)
 	@$(offline) $(python) -m tools.plan $(plan_options)
 
 .PHONY: try

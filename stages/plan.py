@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.tasks import load_task
 from stages.kit.memory.fit import Fit, decide, fitting_batch_size
-from stages.kit.memory.predict import MemoryPredictor
+from stages.kit.memory.predict import MemoryPredictor, capacity_bytes
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.models.adapters import TrainableCounts
 from stages.kit.models.folders import require_weights
@@ -45,6 +46,8 @@ class Preview:
     params: Params
     fit: Fit
     predict: MemoryPredictor
+    lengths: Sequence[int]
+    """Lengths of the training samples in tokens, the longest first; none without data."""
     notes: tuple[str, ...]
     """Lengths of the samples, and the choices that make the plan faster, a line each."""
 
@@ -52,7 +55,7 @@ class Preview:
         """The evaluation of what a plan trains, on one device, and its batch size."""
         settings = self.params.active.evaluation
         predict = partial(self.predict.generation, fit.plan, max_new_tokens=settings.max_new_tokens)
-        capacity = self.predict.capacity_bytes(fit.plan.device.one())
+        capacity = capacity_bytes(fit.plan.device.one())
         batch_size = fitting_batch_size(settings.batch_size, predict, capacity)
         return Fit(plan=fit.plan, prediction=predict(batch_size), capacity_bytes=capacity), batch_size
 
@@ -66,7 +69,7 @@ def preview(
     Raises UserError if base, data and recipe do not go together.
     """
     wanted, memory = params.recipe(recipe), params.active.memory
-    samples, notes = load_task(wanted.task, "samples"), []
+    samples, notes, lengths = load_task(wanted.task, "samples"), [], []
     samples.check(config.model_type, wanted.answer_format)
     require_precision(config.model_type, memory.precision)
     data_dir = Path("data/prepared") / wanted.data
@@ -83,11 +86,12 @@ def preview(
         collator = ConversationCollator.for_plan(plan, processor, records, samples)
         require_takes(processor, data_dir)
         notes.append(collator.length_summary())
+        lengths = sorted(collator.lengths, reverse=True)
         batch_of = collator.largest_batch
     predict = MemoryPredictor(config=config, processor=processor, batch_of=batch_of, **options)
     plan, choices = predict.completed(plan, memory)
-    fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=predict.capacity_bytes(plan.device))
-    return Preview(params=params, fit=fit, predict=predict, notes=(*notes, *choices))
+    fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=capacity_bytes(plan.device))
+    return Preview(params=params, fit=fit, predict=predict, lengths=lengths, notes=(*notes, *choices))
 
 
 @click.command(help=__doc__)

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 from stages.core.errors import UserError
 from stages.core.lineage import read_lineage, true_base, verified_lineage, write_lineage
-from stages.kit.memory.calibration import load_calibration
 from stages.kit.models.certificate import MergeCertificate
 from stages.kit.models.folders import remove_weights, weight_files
+from stages.kit.planning.cards import usable_bytes
 from stages.train import read_base
 from tests import ROOT
 from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
@@ -293,7 +293,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_or_lowered(worksp
     record = read(run_dir / "memory.json")
     assert (record["verdict"], record["changes"], record["calibration"]) == ("does not fit", [], "assumed")
     # Just too little for the plan as it is, even at the lower end of what is expected.
-    set_fit("auto", record["low_gib"] / load_calibration().usable_share.value * 0.9999)
+    set_fit("auto", record["low_gib"] / (usable_bytes(1) / 2**30) * 0.9999)
     done("plan", "r1-llm-only")
     assert read(run_dir / "memory.json")["changes"] == ["micro_batch 2 -> 1", "grad_accumulation 2 -> 4"]
     schedule = YAML(typ="safe").load(run_dir / "plan.yaml")["schedule"]

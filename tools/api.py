@@ -8,7 +8,7 @@ network, and read the checkout in the working directory. A user's fault raises s
 
 Does r1-llm-only fit a card of 24 GB, and how is it run there?
 
-    >>> answer = predict_memory("r1-llm-only", profile="qwen2-vl-7b-48gb", memory_gb=24)
+    >>> answer = predict_memory("r1-llm-only", profile="qwen2-vl-7b-48gb", gpu=24)
     >>> answer.memory.verdict, answer.memory.total_gib < answer.usable_gib
     ('fits', True)
     >>> print(answer.command)
@@ -52,24 +52,21 @@ if TYPE_CHECKING:
 __all__ = ["compare_runs", "predict_memory", "read_run", "table_text"]
 
 
-def predict_memory(recipe: str, *, profile: str | None = None, memory_gb: float | str | None = None) -> RecipeMemory:
-    """Predicted memory of a recipe's training and evaluation on one device, in 10 to 20 seconds.
+def predict_memory(recipe: str, *, profile: str | None = None, gpu: float | str | None = None) -> RecipeMemory:
+    """Memory and time that are predicted of a recipe on one device, in 10 to 20 seconds.
 
     profile: of params.yaml; None for the active one.
-    memory_gb: a GPU's size in GB, as cards are sold, 24 or "24GB"; None for the profile's own device.
+    gpu: a size in GB, as cards are sold, or a card by name: 24, "24GB", "RTX 3090"; None for the profile's own device.
     Returns tools/plan.py's RecipeMemory, which `make plan JSON=1` prints; amounts are in GiB.
-    Raises UserError for an unknown recipe or profile, for an invalid size, for a base of unknown geometry, and for a
-    memory_gb if the profile runs on a CPU.
+    Raises UserError for an unknown recipe, profile or card, for a base of unknown geometry, and for a GPU if the
+    profile runs on a CPU.
     """
-    from tools.plan import gpu_size, predictions_for, refuse_cpu
+    from tools.plan import devices_of, predictions_for
 
     predictions = predictions_for(profile)
-    params = predictions.params
-    params.recipe(recipe)
-    if memory_gb is not None:
-        refuse_cpu(params)
-    size = params.active.device.memory_gb if memory_gb is None else gpu_size(memory_gb)
-    return predictions.recipe_memory(recipe, size)[0]
+    predictions.params.recipe(recipe)
+    device, *_ = devices_of(predictions.params, None if gpu is None else str(gpu))
+    return predictions.recipe_memory(recipe, device)[0]
 
 
 def read_run(name: str) -> Run:

@@ -13,8 +13,8 @@ from tests import ROOT
     ("asked", "options"),
     [
         (
-            ["plan", "RECIPE=r1-llm-only", "PROFILE=tiny", "GPU_GB=24 GB 48", "ALL=1", "JSON=1"],
-            ["r1-llm-only", "--profile", "tiny", "--all", "--gpu-gb", "24 GB 48", "--json"],
+            ["plan", "RECIPE=r1-llm-only", "PROFILE=tiny", "GPU=24 GB, L4", "ALL=1", "JSON=1"],
+            ["r1-llm-only", "--profile", "tiny", "--all", "--gpu", "24 GB, L4", "--json"],
         ),
         (["run", "TASK=amr", "JOBS=3", "ARGS=-f"], ["compare@amr", "--jobs", "3", "-f"]),
         (["data", "SOURCE=/a b", "FORMAT=coco"], ["/a b", "--format", "coco"]),

@@ -147,8 +147,8 @@ def _profile(here: str, profile: ProfileParams) -> Problems:
         yield f"{here}.memory.placement", f"{memory.placement} with device.count {device.count}{nodes}"
     if evaluation.max_length is not None and evaluation.max_length <= evaluation.max_new_tokens:
         yield f"{here}.evaluation.max_length", "not more than max_new_tokens, which leaves no room for the question"
-    if evaluation.batch_size == "auto" and device.kind == "cuda" and device.memory_gb is None:
-        yield f"{here}.evaluation.batch_size", "auto needs device.memory_gb"
+    if evaluation.batch_size == "auto" and device.kind == "cuda" and not (device.memory_gb or device.card):
+        yield f"{here}.evaluation.batch_size", "auto needs device.memory_gb or device.card"
     for name, dataset in profile.datasets.items():
         yield from _dataset(f"{here}.datasets.{name}", dataset, profile.datasets)
 

@@ -65,6 +65,9 @@ class DeviceParams:
     """Machines, each with `count` devices (docs/servers.md)."""
     memory_gb: Rate | None = None
     """Memory of one device in GB. Null on a CPU: this machine's memory, which its processes share."""
+    card: Text | None = None
+    """The GPU by name, as in stages/kit/planning/cards.py: its usable memory and multiprocessors then count, rather
+    than the least and the most that cards of memory_gb have."""
 
     @property
     def total(self) -> int:
@@ -316,6 +319,16 @@ class TrackingParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class PriceParams:
+    """Prices for `make plan`, in any currency; null: none. No stage reads them."""
+
+    gpu_hour: Rate | None = None
+    """One GPU for an hour."""
+    kwh: Rate | None = None
+    """Energy, beside or in place of that."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelParams:
     """Model folders that stages leave."""
 
@@ -376,6 +389,7 @@ class Params:
     tracking: TrackingParams
     checkpoints: CheckpointParams = Field(default_factory=CheckpointParams)
     models: ModelParams = Field(default_factory=ModelParams)
+    prices: PriceParams = Field(default_factory=PriceParams)
     slurm: SlurmParams = Field(default_factory=SlurmParams)
     baselines: dict[Name, BaselineParams]
     recipes: dict[Name, RecipeParams]

@@ -100,7 +100,7 @@ def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, pr
     started, settings, memory = time.monotonic(), profile.evaluation, profile.memory
     inference = Inference(device=profile.device.one(), precision=memory.precision, attn=memory.attn)
     config, calibration = load_config(model_dir), load_calibration()
-    capacity = capacity_bytes(inference.device, calibration)
+    capacity = capacity_bytes(inference.device)
     [[longest], *_] = longest_first(questions, 1)
     room = room_for_questions(settings.max_length, settings.max_new_tokens)
     processor = load_processor(model_dir, profile.images)

@@ -37,9 +37,7 @@ class Calibration:
     context_mib: Constant
     cublas_workspaces_mib: Constant
     nccl_buffers_mib: Constant
-    usable_share: Constant
-    usable_share_large: Constant
-    large_card_gb: Constant
+    share_of_peak: Constant
     allocated_error_low: Constant
     allocated_error_high: Constant
     reserved_error_low: Constant
@@ -48,7 +46,7 @@ class Calibration:
     def label(self, *, several: bool) -> str:
         """Sources of the constants that decide a prediction; `assumed` if one of them is.
 
-        The workspaces' size is set by the stage, and a card's usable share is no part of a prediction: neither counts.
+        The workspaces' size is set by the stage, and time is no part of a prediction of memory: neither counts.
         several: for a run of several processes, ddp or sharded, NCCL's buffers count too.
         """
         deciding: tuple[Constant, ...] = (
@@ -57,11 +55,6 @@ class Calibration:
         )
         sources = dict.fromkeys(constant.measured for constant in deciding)
         return ASSUMED if ASSUMED in sources else "; ".join(sources)
-
-    def usable_bytes(self, memory_gb: float) -> int:
-        """Usable memory of a card sold as that many GB: the least that any such card offers."""
-        share = self.usable_share_large if memory_gb >= self.large_card_gb.value else self.usable_share
-        return int(memory_gb * 2**30 * share.value)
 
 
 def load_calibration(path: Path = SHIPPED_PATH) -> Calibration:

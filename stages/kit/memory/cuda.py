@@ -37,9 +37,6 @@ _FP32 = (
 )
 _FP32_RESULT = ("softmax.int", "log_softmax.int", "cumsum", "sum", "sum.dim_IntList")
 
-MULTIPROCESSORS = 144
-"""Multiprocessors of a large GPU: 132 on an H100, 142 on an RTX 6000 Ada, 148 on a B200. Fewer need less memory."""
-
 
 @contextmanager
 def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
@@ -66,21 +63,24 @@ def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
         yield
 
 
-def hidden_bytes(func: Any, args: Any) -> int:
+def hidden_bytes(func: Any, args: Any, multiprocessors: int) -> int:
     """Memory that a CUDA kernel allocates while it runs and frees before it returns, which no dispatcher sees.
 
     Attention's backward: an fp32 accumulator of dQ and the row sums (flash_api.cpp and attention_backward.cu of torch);
     `dequantized_bytes`; masked_scatter: the prefix sum of its mask (torch's IndexKernel.cu). Not measured yet.
+    multiprocessors: of the GPU, which has as many blocks at once.
     """
     if func is FLASH_BACKWARD:
         query, key = args[1], args[2]
         batch, heads, length, width = query.shape
         keys = (batch * key.shape[2], key.shape[1])
-        return _flash_bytes(query, batch * heads, batch * heads * round_up(length, 128), keys, heads)
+        copies = -(-multiprocessors // (batch * heads))
+        return _flash_bytes(query, copies, batch * heads * round_up(length, 128), keys, heads)
     if func is VARIABLE_LENGTHS_BACKWARD:  # mha_varlen_bwd: the same, the rows of each sample rounded up
         query, key, samples = args[1], args[2], args[6].numel() - 1
         length, heads, width = query.shape
-        return _flash_bytes(query, samples * heads, heads * (length + 128 * samples), key.shape[:2], heads)
+        copies = -(-multiprocessors // (samples * heads))
+        return _flash_bytes(query, copies, heads * (length + 128 * samples), key.shape[:2], heads)
     if func is EFFICIENT_BACKWARD:
         batch, heads, length, width = args[1].shape
         return batch * heads * length * 4 * (1 + width)
@@ -93,11 +93,10 @@ def hidden_bytes(func: Any, args: Any) -> int:
     return 0
 
 
-def _flash_bytes(query: torch.Tensor, blocks: int, rows: int, keys: tuple[int, int], heads: int) -> int:
+def _flash_bytes(query: torch.Tensor, copies: int, rows: int, keys: tuple[int, int], heads: int) -> int:
     """Flash attention's backward, deterministic as in training: blocks that run at once accumulate in copies of their
     own. keys: rows of the keys, and their heads. With grouped heads it holds dK and dV for every query head."""
     width = query.shape[-1]
-    copies = -(-MULTIPROCESSORS // blocks)
     needed = rows * 4 * (1 + copies * round_up(width, 32 if width <= 128 else 64))
     key_rows, key_heads = keys
     return needed + (2 * key_rows * heads * width * query.element_size() if key_heads != heads else 0)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Literal, TypeAlias
 
 from stages.core.errors import UserError, bytes_text
+from stages.core.params.schema import PriceParams
+from stages.kit.memory.calibration import ASSUMED, load_calibration
+from stages.kit.planning.cards import cards_for
 from stages.kit.planning.ladder import MAX_BATCH_SIZE, assumed_time, changes_between, climbs, rungs
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import MemoryRecord, Prediction, Verdict, all_in_gib, gib_text, in_gib
@@ -143,3 +147,66 @@ def advice(cheapest: Fit) -> str:
     if cheapest.verdict != "does not fit":
         return f"it {'fits' if cheapest.verdict == 'fits' else 'might just fit'} with {least}"
     return f"no change that keeps its result makes it fit; the least is with {least}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duration:
+    """Time of a training, or without data of one of its steps, by card; energy and cost on the card that is named.
+
+    The arithmetic of a step is counted, at a share of the card's peak. Loading, checkpoints, features of images and
+    evaluation are not in it.
+    """
+
+    num_steps: int | None
+    step_flops: float
+    """Arithmetic of a step on one device, for samples of mean length; without data, for the largest."""
+    share_of_peak: float
+    measured: str
+    """`assumed`, or the device and day of the share."""
+    hours: dict[str, float]
+    kwh: float | None
+    """Upper bound: every device at the largest power of its board."""
+    cost: float | None
+    """Cost by the prices of params.yaml; None without one."""
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{card} {_time_text(hours)}" for card, hours in self.hours.items())
+        what = f"{self.num_steps:,} steps" if self.num_steps else "no data yet: a step"
+        share = f"{'an assumed ' if self.measured == ASSUMED else ''}{self.share_of_peak:.0%} of peak"
+        used = "" if self.kwh is None else f"; at most {self.kwh:.2g} kWh"
+        price = "" if self.cost is None else f"; costs {self.cost:.2f} by params.yaml"
+        return f"{what} of {self.step_flops / 1e12:,.1f} TFLOP, at {share}: {times}{used}{price}"
+
+
+def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration | None:
+    """The time of training a plan on its card, or on every card of its size; None if there is none, or in fp32.
+
+    lengths: of the training samples in tokens, the longest first; none without data.
+    """
+    plan, schedule, device = fit.plan, fit.plan.schedule, fit.plan.device
+    cards = cards_for(device, plan.precision)
+    if not plan.on_gpu or plan.precision == "fp32" or not cards:
+        return None
+    share = load_calibration().share_of_peak
+    mean_share = fmean(lengths) / fmean(lengths[: schedule.micro_batch]) if lengths else 1.0
+    step_flops = fit.prediction.flops * schedule.grad_accumulation * mean_share
+    num_steps = schedule.num_steps if lengths else None
+    flops = step_flops * (num_steps or 1)
+    hours = {card.name: flops / (card.tflops * 1e12 * share.value) / 3600 for card in cards}
+    kwh = hours[cards[0].name] * device.total * cards[0].watts / 1000 if device.card else None
+    priced = kwh is not None and (prices.gpu_hour is not None or prices.kwh is not None)
+    return Duration(
+        num_steps=num_steps,
+        step_flops=step_flops,
+        share_of_peak=share.value,
+        measured=share.measured,
+        hours=hours,
+        kwh=kwh,
+        cost=hours[cards[0].name] * device.total * (prices.gpu_hour or 0) + (kwh or 0) * (prices.kwh or 0)
+        if priced
+        else None,
+    )
+
+
+def _time_text(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min" if hours > 1 / 30 else f"{hours * 3600:.2g} s"

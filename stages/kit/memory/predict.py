@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from statistics import mean
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -20,10 +20,11 @@ from stages.core.families import family_of
 from stages.core.params.schema import OPTIMIZERS, DeviceParams, MemoryParams
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recorder import Peak, Recording
-from stages.kit.memory.step import Inference, from_features, record_generation, record_step
+from stages.kit.memory.step import Inference, from_features, record_generation, record_step, recorded_accumulation
 from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import meta_model
 from stages.kit.models.prompts import Processor
+from stages.kit.planning.cards import named_card, usable_bytes
 from stages.kit.planning.ladder import prefill_batch_size
 from stages.kit.planning.memory_use import free_and_total_bytes
 from stages.kit.planning.plan import Plan, with_speedups
@@ -33,6 +34,7 @@ from stages.kit.training.batches import FEATURES, packed
 SHALLOW = 2
 """Layers of the smallest recorded model: the first and the last layer differ a little from the others."""
 
+Number = TypeVar("Number", int, float)
 Depth: TypeAlias = tuple[int, int]
 """Layers of the language model, and of the vision tower (0 without one)."""
 
@@ -47,10 +49,10 @@ class MemoryPredictor:
     """batch_of(micro_batch=2) is the largest batch of that many samples, padded."""
     calibration: Calibration = field(default_factory=load_calibration)
     made: dict[str, Prediction] = field(default_factory=dict)
-    """Predictions by plan, which recipes that differ in name only may share."""
+    """Predictions by plan, which recipes that differ in name only may share, and GPUs that differ in memory only."""
 
     def __call__(self, plan: Plan) -> Prediction:
-        key = repr(replace(plan, recipe=""))
+        key = repr(replace(plan, recipe="", device=replace(plan.device, memory_gb=None)))
         if key not in self.made:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # bitsandbytes warns that this CPU cannot run what is only recorded
@@ -90,9 +92,6 @@ class MemoryPredictor:
         size_bytes = plan.schedule.train_samples * features.nbytes
         return replace(plan, features_bytes=size_bytes if size_bytes <= limit_gb * 1e9 else 0)
 
-    def capacity_bytes(self, device: DeviceParams) -> int | None:
-        return capacity_bytes(device, self.calibration)
-
 
 @dataclass(frozen=True)
 class Peaks:
@@ -103,6 +102,7 @@ class Peaks:
     """Peak of what torch's allocator hands out, relative to what is requested of it: 1 on a CPU."""
     reserved_share: float
     """Bytes that it takes from the device for that, relative to the same."""
+    flops: float = 0.0
 
 
 def predict(
@@ -117,7 +117,7 @@ def predict(
     for few in sample_depths(config):
         recording = record_step(plan, with_depth(config, few), processor, batch)
         shares = _allocator_shares(recording, expandable=plan.expandable_segments)
-        recorded[few] = Peaks(recording.peaks(), *shares)
+        recorded[few] = Peaks(recording.peaks(), *shares, recording.flops / recorded_accumulation(plan))
     peaks = _scaled_up(recorded, depth_of(config))
     whole = peaks.phases
     peaks = replace(peaks, phases={phase: _on_one_device(plan, phase, peak) for phase, peak in whole.items()})
@@ -143,14 +143,16 @@ def predict_generation(
     return _prediction(Peaks(phases, *_allocator_shares(recording, expandable=False)), calibration, inference)
 
 
-def capacity_bytes(device: DeviceParams, calibration: Calibration) -> int | None:
+def capacity_bytes(device: DeviceParams) -> int | None:
     """Usable memory of one process on its device; None for a GPU whose size the profile does not give.
 
     For a CPU without memory_gb: all memory of this machine, or of this process's control group. The processes of a CPU
     share its memory.
     """
-    if device.memory_gb is not None:
-        capacity = calibration.usable_bytes(device.memory_gb)
+    if device.card is not None:
+        capacity = named_card(device.card).usable_bytes
+    elif device.memory_gb is not None:
+        capacity = usable_bytes(device.memory_gb)
     elif device.kind == "cpu":
         capacity = free_and_total_bytes()[1]
     else:
@@ -262,23 +264,27 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     """Peaks of `depth` layers, from a shallow model's and those of one layer of a kind more."""
     (base_depth, base), *deeper = recorded.items()
 
-    def scaled(phase: Phase, entry: Budget) -> int:
-        start = base.phases[phase][entry]
-        growth = 0
+    def scaled(amount: Callable[[Peaks], Number]) -> Number:
+        start = amount(base)
+        grown = start
         for more_depth, more in deeper:
             layers = sum(
                 (all_ - few) * (many - few) for all_, few, many in zip(depth, base_depth, more_depth, strict=True)
             )
-            growth += (more.phases[phase][entry] - start) * layers
-        return max(0, start + growth)
+            grown += (amount(more) - start) * layers
+        return max(start - start, grown)
 
-    phases = {phase: Peak({entry: scaled(phase, entry) for entry in BUDGET}) for phase in PHASES}
+    def of(phase: Phase, entry: Budget) -> int:
+        return scaled(lambda peaks: peaks.phases[phase][entry])
+
+    phases = {phase: Peak({entry: of(phase, entry) for entry in BUDGET}) for phase in PHASES}
     # The allocator's gaps do not grow with the layers, but keep about the same share: 5 to 9 % in the records of a 7B
     # with a few layers, 4 to 8 % with all.
     return Peaks(
         phases,
         mean(peaks.allocated_share for peaks in recorded.values()),
         mean(peaks.reserved_share for peaks in recorded.values()),
+        scaled(lambda peaks: peaks.flops),
     )
 
 
@@ -310,4 +316,5 @@ def _prediction(peaks: Peaks, calibration: Calibration, run: Plan | Inference, b
         phases=sizes,
         budget={**{entry: spent for entry, spent in peak.items() if spent}, "overhead": total - size},
         calibration=label,
+        flops=peaks.flops,
     )

@@ -29,6 +29,7 @@ from stages.kit.internals.torch_internals import (
     TorchDispatchMode,
     active_fake_mode,
     aten,
+    flops_of,
     foreach_takes,
     in_kernel_invocation_manager,
     storage_key,
@@ -37,6 +38,7 @@ from stages.kit.internals.torch_internals import (
 from stages.kit.internals.trl_internals import LOSS_TILE
 from stages.kit.memory.allocator import CachingAllocator, rounded_bytes
 from stages.kit.memory.cuda import cuda_semantics, dequantized_bytes, hidden_bytes
+from stages.kit.planning.cards import MULTIPROCESSORS, multiprocessors
 from stages.kit.planning.prediction import Budget, Phase
 
 _DEVICE = torch.ops.prim.device.default
@@ -73,6 +75,8 @@ class Recording:
     storages: list[Storage] = field(default_factory=list)
     phases: list[tuple[int, Phase]] = field(default_factory=list)
     """The tick at which each phase began."""
+    flops: int = 0
+    """Floating-point operations of matrix products and attention, what checkpointing repeats included."""
 
     def timeline(self) -> list[tuple[int, Storage | Phase]]:
         """In order: storages, at their birth and at their death, and phases, at their beginning."""
@@ -116,8 +120,9 @@ class Recorder(TorchDispatchMode):
     cuda: as CUDA would: sizes are rounded, and what its kernels allocate for themselves is added.
     """
 
-    def __init__(self, *, cuda: bool, vocab_size: int) -> None:
+    def __init__(self, *, cuda: bool, vocab_size: int, multiprocessors: int = MULTIPROCESSORS) -> None:
         super().__init__()
+        self._multiprocessors = multiprocessors
         self.recording = Recording(cuda=cuda)
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._vocab_size = vocab_size
@@ -186,9 +191,11 @@ class Recorder(TorchDispatchMode):
             for storage in (each for each in known if each.budget == "activations"):
                 storage.budget = "temporaries"
         # Allocated beside the output, which exists before the kernel ends.
-        if hidden := hidden_bytes(func, args) if self.recording.cuda else dequantized_bytes(func, args):
+        on_cuda, sms = self.recording.cuda, self._multiprocessors
+        if hidden := hidden_bytes(func, args, sms) if on_cuda else dequantized_bytes(func, args):
             storage = self.add(hidden, "temporaries")
             storage.died = self._tick()
+        self.recording.flops += flops_of(func, args, kwargs, output)
         return output
 
     def _record(self, tensor: torch.Tensor) -> None:
@@ -245,7 +252,8 @@ def recorder_of(device: DeviceParams, attn: str, config: PreTrainedConfig) -> It
         stack.enter_context(foreach_takes(FakeTensor))
         # A fake parameter cannot take another's contents: `Module.to` has to replace it.
         stack.enter_context(patch.object(nn.Module, "_apply", _apply_by_replacing))
-        yield stack.enter_context(Recorder(cuda=on_cuda, vocab_size=config.get_text_config().vocab_size))
+        sizes = {"vocab_size": config.get_text_config().vocab_size, "multiprocessors": multiprocessors(device)}
+        yield stack.enter_context(Recorder(cuda=on_cuda, **sizes))
 
 
 def without_contents(tensor: torch.Tensor) -> torch.Tensor:

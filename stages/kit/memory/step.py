@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from stages.core.params.schema import DeviceParams
 from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.internals.torch_internals import pretended_processes
-from stages.kit.memory.cuda import MULTIPROCESSORS
 from stages.kit.memory.recorder import Recorder, Recording, Storage, recorder_of, without_contents
 from stages.kit.memory.stand_in import quantize_nf4, stand_in_kernels
 from stages.kit.mixture.trainer import make_trainer
@@ -23,6 +22,7 @@ from stages.kit.models.adapters import apply_recipe
 from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import DTYPES, local, new_model, resolve_attention, shard
 from stages.kit.models.prompts import Processor
+from stages.kit.planning.cards import multiprocessors
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Phase
 from stages.kit.training.batches import FEATURES
@@ -45,7 +45,7 @@ def record_step(
         stack.callback(gc.unfreeze)
         stack.callback(reset_accelerator)  # nothing of the step's trainer is left in this process
         recorder = stack.enter_context(recorder_of(plan.device, plan.attn, config))
-        stack.enter_context(stand_in_kernels(MULTIPROCESSORS if plan.on_gpu else 1))
+        stack.enter_context(stand_in_kernels(multiprocessors(plan.device)))
         if plan.features_bytes:
             batch = from_features(batch, config, plan.precision)
         batch = {name: without_contents(tensor) for name, tensor in batch.items()}
@@ -92,7 +92,7 @@ def _prepared_model(
 
 def _on_this_cpu(plan: Plan) -> Plan:
     """The plan of one step that this process can take."""
-    accumulation = min(2, plan.schedule.grad_accumulation)
+    accumulation = recorded_accumulation(plan)
     return replace(
         plan,
         device=DeviceParams(kind="cpu"),
@@ -108,6 +108,11 @@ def _on_this_cpu(plan: Plan) -> Plan:
             train_samples=plan.schedule.micro_batch * accumulation,
         ),
     )
+
+
+def recorded_accumulation(plan: Plan) -> int:
+    """Micro-batches of the recorded step: the second finds the gradients of the first."""
+    return min(2, plan.schedule.grad_accumulation)
 
 
 def _attention(attn: str) -> Any:

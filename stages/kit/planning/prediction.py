@@ -46,6 +46,8 @@ class Prediction:
     """The total by category at the peak: sums to total_bytes."""
     calibration: str
     """Source of the constants, e.g. "NVIDIA H200, 2026-12-01"; or "assumed"."""
+    flops: float = 0.0
+    """Floating-point operations of a micro-batch, forward and backward; 0 for a generation."""
 
     def verdict(self, capacity_bytes: int) -> Verdict:
         """Compares the capacity with the whole interval, not with the total alone."""

@@ -30,6 +30,7 @@ from stages.kit.memory.predict import predict_generation
 from stages.kit.memory.step import Inference
 from stages.kit.models.load import load_config, load_model
 from stages.kit.models.prompts import Processor, count_tokens, encode, load_processor, tokenizer_of
+from stages.kit.planning.cards import usable_bytes
 from stages.kit.planning.ladder import prefill_batch_size
 from tests import ROOT
 from tests.kit.data.images import png
@@ -75,7 +76,7 @@ def test_an_auto_batch_is_the_largest_predicted_to_fit(tiny_vlm: Path) -> None:
     assert batch_size(None) == 8, "the power of two that all five questions go into"
     assert batch_size(None, attempt=2) == 2
     of_four = predicted_bytes(tiny_vlm, 4, max_new_tokens=200)
-    usable = load_calibration().usable_bytes(1) / 2**30
+    usable = usable_bytes(1) / 2**30
     assert batch_size(1.001 * of_four / 2**30 / usable) == 4
     assert batch_size(0.999 * of_four / 2**30 / usable) == 2
     assert batch_size(1e-6) == 1

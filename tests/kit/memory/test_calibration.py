@@ -42,8 +42,8 @@ def test_a_label_names_every_device_only_where_all_that_decides_was_measured(
 
 def test_every_problem_is_reported_with_its_path(raw: dict[str, Any], tmp_path: Path) -> None:
     raw["context_mib"]["value"] = "600"
-    raw["usable_share"]["whyy"] = raw["usable_share"].pop("why")
-    with pytest.raises(UserError, match=r"(?s)yaml has 3 problems:.*context_mib\.value:.*usable_share\.why: "):
+    raw["share_of_peak"]["whyy"] = raw["share_of_peak"].pop("why")
+    with pytest.raises(UserError, match=r"(?s)yaml has 3 problems:.*context_mib\.value:.*share_of_peak\.why: "):
         load(raw, tmp_path)
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import UserError
-from stages.kit.memory.fit import Fit, cheapest_fit, decide, fastest_fit, fitting_batch_size
+from stages.core.params.schema import DeviceParams, PriceParams
+from stages.kit.memory.calibration import load_calibration
+from stages.kit.memory.fit import Fit, cheapest_fit, decide, duration, fastest_fit, fitting_batch_size
 from stages.kit.planning.ladder import changes_between, rungs
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import MemoryRecord, Prediction, beside_measured
@@ -160,3 +162,31 @@ def test_measured_and_predicted_are_of_the_same_phases_and_an_error_is_not_lost_
     half = replace(predicted(1), allocated_bytes=500_000)
     record = replace(start(None), prediction=half).record(start(None))
     assert beside_measured(record, 505_000, on_cpu=False)["memory_error"] == pytest.approx(-0.0099, abs=0.002)
+
+
+def test_a_training_takes_its_counted_arithmetic_at_a_share_of_the_cards_peak() -> None:
+    schedule = replace(PLAN.schedule, num_steps=100)
+    device = DeviceParams(kind="cuda", count=2, card="L4")
+    plan = replace(PLAN, precision="bf16", device=device, schedule=schedule)
+    fit = Fit(plan=plan, prediction=replace(predicted(3), flops=6.05e12), capacity_bytes=None)
+    lengths = [400, 400, 400, 400, 100, 100]  # the four longest are the batch that is counted
+    share = load_calibration().share_of_peak.value
+    found = duration(fit, lengths, PriceParams(gpu_hour=0.5, kwh=0.25))
+    assert found is not None
+    step_flops = 4 * 6.05e12 * 300 / 400
+    hours = 100 * step_flops / (121e12 * share) / 3600
+    assert found.num_steps == 100
+    assert found.step_flops == pytest.approx(step_flops)
+    assert found.hours == {"L4": pytest.approx(hours)}
+    assert found.kwh == pytest.approx(hours * 2 * 72 / 1000)
+    assert found.cost == pytest.approx(hours * 2 * 0.5 + hours * 2 * 72 / 1000 * 0.25)
+    assert "an assumed 35% of peak" in str(found)
+
+    by_size = replace(fit, plan=replace(plan, device=DeviceParams(kind="cuda", memory_gb=80)))
+    without_data = duration(by_size, [], PriceParams(gpu_hour=0.5))
+    assert without_data is not None
+    assert {"A100-80GB", "H100", "H100 PCIe"} == set(without_data.hours)
+    assert (without_data.num_steps, without_data.kwh, without_data.cost) == (None, None, None)
+    assert without_data.hours["H100"] == pytest.approx(4 * 6.05e12 / (989.4e12 * share) / 3600)
+    for changes in ({"precision": "fp32"}, {"device": DeviceParams(kind="cpu")}):
+        assert duration(replace(fit, plan=replace(plan, **changes)), lengths, PriceParams()) is None

@@ -53,6 +53,7 @@ def test_a_few_layers_say_what_all_of_them_take(
     assert scaled_up.allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.005)
     assert scaled_up.phases == pytest.approx(exact.phases, rel=0.001)
     assert (scaled_up.peak_phase, scaled_up.budget.keys()) == (exact.peak_phase, exact.budget.keys())
+    assert scaled_up.flops == pytest.approx(exact.flops, rel=1e-6)
     # Gaps are no matter of layers, and the larger, the smaller a model is.
     assert scaled_up.total_bytes == pytest.approx(exact.total_bytes, rel=0.02)
 
@@ -102,6 +103,23 @@ def test_the_budget_names_what_it_is_spent_on() -> None:
     assert lora.budget["adapters"] == lora.budget["gradients"] == 4 * 2 * 8 * (2 * 128 + 128 + 64)
     # Neither optimizer nor batch is there while weights load.
     assert lora.phases["load"] == lora.budget["weights"] + lora.budget["adapters"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_full_training_takes_six_operations_a_weight_and_token_and_eight_if_it_is_checkpointed(kind: str) -> None:
+    """A product takes 2, and backward has two of them. TRL's loss multiplies by the head once more in backward, and
+    checkpointing repeats all but a layer's last product."""
+    settings = {**FULL, "precision": "bf16", "kind": kind, "attn": "eager", "max_length": 64}
+    model = meta_model(config_of("text"))
+    layers = sum(weight.numel() for name, weight in model.named_parameters() if "layers" in name and weight.ndim > 1)
+    last = sum(layer.mlp.down_proj.weight.numel() for layer in model.get_decoder().layers)
+    head, text, tokens = model.get_output_embeddings().weight.numel(), model.config, 2 * 64
+    attention = 4 * 2 * 64**2 * text.hidden_size * text.num_hidden_layers  # both products of every head
+    for checkpointed in (False, True):
+        found = predicted("text", plan_of(**settings, gradient_checkpointing=checkpointed)).flops
+        expected = 3 * (2 * layers * tokens + attention) + 4 * 2 * head * tokens
+        expected += checkpointed * (2 * (layers - last) * tokens + attention)
+        assert found == pytest.approx(expected, rel=0.01), checkpointed
 
 
 def test_a_micro_batch_larger_than_the_data_takes_what_the_data_has() -> None:

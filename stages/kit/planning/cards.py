@@ -1,0 +1,109 @@
+"""NVIDIA's cards as plans see them, without one being there: memory, multiprocessors, arithmetic and power.
+
+Memory is the least that CUDA offered as a card's total in torch's public out-of-memory messages, e.g. "a total capacity
+of 44.40 GiB" of an L40: ECC takes a sixteenth of GDDR6, the driver some hundred MiB. The rest is from NVIDIA's data
+sheets and, for GeForce and RTX cards, from its architecture whitepapers (GA102, Ada, RTX Blackwell, RTX PRO Blackwell,
+Turing), A10G from AWS's data sheet. None of it is measured here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
+from stages.core.records import nearest
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str
+    sold_gb: float
+    usable_gib: float
+    multiprocessors: int
+    tflops: float
+    """Dense bf16 or fp16 products of the tensor cores with fp32 sums: half of figures with sparsity."""
+    watts: int
+    """Largest power of the board."""
+    pattern: str = ""
+    """Regular expression for the device's name, as NVML and CUDA report it; by default the name itself."""
+    has_bf16: bool = True
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.usable_gib * GIB)
+
+
+CARDS = (
+    Card("GB200", 186, 184.0, 152, 2500, 1200),
+    Card("B200", 180, 178.3, 148, 2250, 1000),
+    Card("RTX PRO 6000", 96, 94.97, 188, 503.8, 600),
+    Card("RTX 5090", 32, 31.36, 170, 209.5, 575),
+    Card("GH200", 96, 94.5, 132, 989.4, 700),
+    Card("H200 NVL", 141, 139.7, 132, 835.5, 600),
+    Card("H200", 141, 139.7, 132, 989.4, 700),
+    Card("H100 NVL", 94, 93.0, 132, 835.5, 400),
+    Card("H100 PCIe", 80, 79.1, 114, 756.5, 350),
+    Card("H100", 80, 79.1, 132, 989.4, 700),
+    Card("H20", 96, 95.0, 78, 148, 400),
+    Card("L40S", 48, 44.39, 142, 362.05, 350),
+    Card("L40", 48, 44.39, 142, 181.05, 300),
+    Card("L4", 24, 21.95, 58, 121, 72),
+    Card("RTX 6000 Ada", 48, 44.4, 142, 364.25, 300),
+    Card("RTX 4090", 24, 23.5, 128, 165.2, 450),
+    Card("A100-80GB", 80, 79.14, 108, 312, 400, r"A[18]00\b.*80GB"),
+    Card("A100-40GB", 40, 39.38, 108, 312, 400, r"A100\b.*40GB"),
+    Card("A30", 24, 23.5, 56, 165, 165),
+    Card("A40", 48, 44.35, 84, 149.7, 300),
+    Card("RTX A6000", 48, 47.4, 84, 154.8, 300),
+    Card("A10G", 24, 21.98, 80, 70, 300),
+    Card("A10", 24, 21.98, 72, 125, 150),
+    Card("RTX 3090", 24, 23.48, 82, 71, 350),
+    Card("Quadro RTX 6000", 24, 22.0, 72, 130.5, 260, has_bf16=False),
+    Card("T4", 16, 14.56, 40, 65, 70, has_bf16=False),
+    Card("V100-32GB", 32, 31.73, 80, 125, 300, r"V100\b.*32GB", has_bf16=False),
+    Card("V100-16GB", 16, 15.77, 80, 125, 300, r"V100\b.*16GB", has_bf16=False),
+)
+"""The first whose pattern is in a device's name is meant."""
+
+MULTIPROCESSORS = 144
+"""Multiprocessors of a large GPU, for a card that is not named. Fewer need less memory."""
+
+
+def card_of(device_name: str) -> Card | None:
+    """The card that a device's name means, e.g. "NVIDIA A100-SXM4-80GB"; None for another, as of a laptop."""
+    if "Laptop" in device_name:
+        return None
+    found = (card for card in CARDS if re.search(rf"\b(?:{card.pattern or card.name})\b", device_name, re.IGNORECASE))
+    return next(found, None)
+
+
+def named_card(name: str) -> Card:
+    """Raises UserError for a name that is no card's here."""
+    if (card := card_of(name)) is None:
+        names = [each.name for each in CARDS]
+        raise UserError(f"device.card: no card is called {name!r}{nearest(name, names)}; there are: {', '.join(names)}")
+    return card
+
+
+def cards_for(device: DeviceParams, precision: str) -> list[Card]:
+    """The card that a GPU is named as, or all of its size that compute in `precision`."""
+    if device.card:
+        return [named_card(device.card)]
+    return [card for card in CARDS if card.sold_gb == device.memory_gb and (card.has_bf16 or precision != "bf16")]
+
+
+def multiprocessors(device: DeviceParams) -> int:
+    """Multiprocessors of the named card, or of a large one; 1 on a CPU."""
+    if device.kind == "cpu":
+        return 1
+    return named_card(device.card).multiprocessors if device.card else MULTIPROCESSORS
+
+
+def usable_bytes(memory_gb: float) -> int:
+    """Usable memory of a card sold as that many GB: the least of these cards; of none, the least share of all."""
+    same = [card.usable_bytes for card in CARDS if card.sold_gb == memory_gb]
+    return min(same, default=int(memory_gb * min(card.usable_bytes / card.sold_gb for card in CARDS)))
