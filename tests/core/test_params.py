@@ -7,10 +7,12 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from dvc.utils.serialize import modify_yaml
 from hypothesis import given
 from ruamel.yaml import YAML
 
@@ -71,6 +73,15 @@ def test_every_shipped_hub_source_is_pinned_and_licensed_and_every_profile_is_do
     known = [*hub, "folder:data/tiny/qwen2-vl"]
     assert [source for source in known if params.license_of(source.partition("@")[0]) is None] == []
     assert [name for name in params.profiles if f"| `{name}` |" not in page] == []
+
+
+def test_dvc_writes_a_variant_that_is_read_again(tmp_path: Path) -> None:
+    """`-S` writes the whole file, and a value in flow style loses its quotes."""
+    path = tmp_path / "params.yaml"
+    path.write_bytes(SHIPPED.read_bytes())
+    with modify_yaml(str(path)) as written:
+        written["seed"] = 7
+    assert load_params(path) == replace(load_params(SHIPPED), seed=7)
 
 
 def test_what_recipes_and_builds_are_made_of_is_found(tmp_path: Path) -> None:
