@@ -9,10 +9,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.kit.launcher.images import BELOW_VLLM, PINS_VARIABLE, TARGETS, image_reference, read_pins
+from stages.kit.launcher.images import BELOW_VLLM, PINS_VARIABLE, TARGETS, image_inputs, image_reference, read_pins
 from tests import ROOT
-
-PINS = read_pins(ROOT)
 
 
 @pytest.fixture
@@ -46,13 +44,14 @@ def change_pins(workspace: Path, keys: str, to: Any) -> None:
         ("docker/images.yaml", None, ()),  # its values count, not its text
         ("bases python digest", "sha256:" + 64 * "1", TARGETS),
         ("bases cuda-devel digest", "sha256:" + 64 * "1", ("cuda", "vllm")),
-        ("flash_attn", not PINS.flash_attn, ("cuda", "vllm")),
+        ("flash_attn", False, ("cuda", "vllm")),
         ("pyproject.toml", "torch==1.2.3", ("cpu", "vllm-cpu")),  # torch's CPU build, which no lock has
     ],
 )
 def test_tag_changes_with_what_an_image_is_built_from(
     workspace: Path, changed: str, to: Any, targets: tuple[str, ...]
 ) -> None:
+    change_pins(workspace, "flash_attn", True)
     before = {target: image_reference(workspace, target) for target in TARGETS}
     assert all(re.fullmatch(rf"bakeoff:{target}-[0-9a-f]{{12}}", name) for target, name in before.items())
     if changed.startswith(("bases", "flash_attn")):
@@ -61,6 +60,10 @@ def test_tag_changes_with_what_an_image_is_built_from(
         text = (workspace / changed).read_text()
         (workspace / changed).write_text(re.sub(r"torch==[\d.]+", to, text) if to else f"{text}\n# changed\n")
     assert {target for target in TARGETS if image_reference(workspace, target) != before[target]} == set(targets)
+
+
+def test_flash_attn_is_compiled_for_those_who_ask_for_it_alone(workspace: Path) -> None:
+    assert not {"docker/flash-attn.lock", "cuda-devel"} & image_inputs(workspace, "cuda").keys()
 
 
 def test_other_pins_are_another_image(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def installed(kind: str) -> Installed:
     variables |= ON_CPU if kind == "cpu" else {}
     if image := os.environ.get("BAKEOFF_IMAGE"):
         if kept := os.environ.get("TRITON_CACHE_DIR"):  # an image has no other folder that outlives a stage
-            variables["VLLM_CACHE_ROOT"] = f"{kept}/vllm"
+            variables |= {"VLLM_CACHE_ROOT": f"{kept}/vllm", "FLASHINFER_WORKSPACE_BASE": kept}
         return Installed(
             digest=image, python=python, variables=variables | {"PYTHONPYCACHEPREFIX": f"{IN_IMAGE}/pycache"}
         )
