@@ -46,6 +46,11 @@ from stages.kit.models.certificate import MergeCertificate
 from tools.verify.rerun import rerun
 
 DATA_DIR = Path("data")
+CERTIFIED: dict[str, tuple[type[MergeCertificate | BuildCertificate], str]] = {
+    "merged": (MergeCertificate, "merged_digest"),
+    "built": (BuildCertificate, "built_digest"),
+}
+"""The certificate of a model, and its field with the model's content, by the kind of the model's lineage."""
 UNKNOWN_KEY = 3
 """Exit code for a published folder that agrees with itself, signed by a key that nobody named."""
 
@@ -65,10 +70,10 @@ def main(stage: str | None, folder: Path | None, key: Path | None) -> None:
 
 
 class Findings:
-    """The damaged paths of the workspace, each with its problems and the command that fixes them."""
+    """The paths of the workspace that are not as recorded, each with its problems and the command that settles them."""
 
     def __init__(self, stages: Iterable[DeclaredStage]) -> None:
-        self.makers = {out: stage.name for stage in stages for out in stage.outs}
+        self.makers = {out: stage for stage in stages for out in stage.outs}
         """The stage that writes an output, in the order of the pipeline."""
         self._found: dict[str, tuple[list[str], str]] = {}
 
@@ -96,7 +101,7 @@ class Findings:
             if not fix:
                 maker = self.makers.get(path)
                 remove = f"rm -rf {shlex.quote(path)}  # no stage of dvc.yaml makes it"
-                fix = f"dvc repro -f -s {maker}" if maker else remove
+                fix = f"dvc repro -f -s {maker.name}" if maker else remove
             yield "\n".join([path, *(f"  {problem}" for problem in dict.fromkeys(problems)), f"  fix it with: {fix}\n"])
 
 
@@ -109,9 +114,8 @@ def verify() -> int:
     _refuse_beside_dvc()
     started, stages = time.monotonic(), declared_stages(Path.cwd())
     findings = Findings(stages)
-    objects = check_cache(findings)
     lineages = check_lineages(findings)
-    absent = check_outputs(findings, cached=bool(objects)) if Path(".dvc").is_dir() else 0
+    absent, objects = check_dvc(findings, lineages) if Path(".dvc").is_dir() else (0, 0)
     check_certificates(findings, lineages)
     num_records = check_records(findings, lineages)
     lines = list(findings.lines())
@@ -126,67 +130,85 @@ def verify() -> int:
         f"in {time.monotonic() - started:.1f} s"
     )
     if lines:
-        click.echo(
-            f"DAMAGED: {pluralize(len(lines), 'path')}; fix them from the top, then run make verify again. {checked}"
-        )
+        found = pluralize(len(lines), "path")
+        click.echo(f"NOT AS RECORDED: {found}; fix them from the top, then run make verify again. {checked}")
         return 1
     click.echo(f"OK: all outputs match their records. {checked}")
     return 0
 
 
-def check_cache(findings: Findings) -> int:
-    """Compare every object of DVC's cache with the MD5 in its name; DVC itself trusts a read-only one. Returns their
-    number."""
-    objects = {path: path.stat().st_size for path in cache_dir(Path.cwd()).glob("??/*") if len(path.name) >= 30}
+def check_dvc(findings: Findings, lineages: Mapping[Path, Lineage]) -> tuple[int, int]:
+    """Compare data/ with dvc.lock, and DVC's cache with the names of its objects. Returns (outputs that are not here,
+    objects).
 
-    def md5(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-
-    for path, found in map_largest_first(md5, objects).items():
-        if found != f"{path.parent.name}{path.name.removesuffix('.dir')}":
-            shown = os.path.relpath(path)
-            findings.add(shown, "does not have the MD5 that it is named by", fix=f"rm -f {shlex.quote(shown)}")
-    return len(objects)
-
-
-def check_outputs(findings: Findings, *, cached: bool) -> int:
-    """Compare data/ with dvc.lock, by DVC with an empty database, so that it reads every file. Returns the number of
-    outputs that are not here.
-
-    cached: whether DVC's cache has any object.
+    lineages: of the model folders that were read whole and are intact. There DVC goes by size and time; for all others
+    it starts with an empty database, so that it reads every byte.
     """
-    command = [sys.executable, "-m", "dvc", "data", "status", "--granular", "--json"]
+    known = {output for output in findings.makers if Path(output) in lineages}
     with TemporaryDirectory() as empty:
-        environment = {**os.environ, "DVC_SITE_CACHE_DIR": empty}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        changes = dvc_changes(findings.makers.keys() - known, DVC_SITE_CACHE_DIR=empty) + dvc_changes(known)
+    absent = {path for path, change in changes if change == "deleted" and path in findings.makers}
+    found: dict[str, list[tuple[str, str]]] = {}
+    for path, change in changes:
+        if (output := findings.output_of(path)) and output not in absent:
+            found.setdefault(output, []).append((path.removeprefix(output).lstrip("/"), change))
+    objects = list(cache_dir(Path.cwd()).glob("??/*"))
+    read = {_inode(file) for output in findings.makers if output not in found for file in _files(Path(output))}
+    check_objects(findings, [path for path in objects if _inode(path) not in read])
+    for output, files in found.items():
+        stage = findings.makers[output]
+        if different := [name for name, change in files if change != "not_in_cache"]:
+            names = join_truncated([name for name in different if name])
+            findings.add(
+                output, f"differs from dvc.lock{f' in {names}' if names else ''}", _fix(stage, output, lineages)
+            )
+        elif objects:
+            fix = f"dvc commit -f {stage.name}  # or, if its code or inputs were changed since: dvc repro {stage.name}"
+            findings.add(output, "is not complete in DVC's cache", fix)
+    return len(absent), len(objects)
+
+
+def dvc_changes(outputs: Iterable[str], **variables: str) -> list[tuple[str, str]]:
+    """(path, change) of what is not as dvc.lock says at or below some outputs: modified, added, renamed, deleted or
+    not_in_cache."""
+    if not (targets := sorted(outputs)):
+        return []
+    command = [sys.executable, "-m", "dvc", "data", "status", "--granular", "--json", "--", *targets]
+    ended = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         raise UserError(
             f"dvc data status failed: {ended.stderr.strip()}\n"
             "  if dvc.lock is damaged, fix it with: git checkout HEAD -- dvc.lock || rm dvc.lock"
         )
     status = json.loads(ended.stdout)
-    changes = status.get("uncommitted", {})
-    deleted = [path.rstrip("/") for path in changes.get("deleted", [])]
-    absent = [path for path in deleted if path in findings.makers]
-    changed: dict[str, list[str]] = {}
-    renamed = [path for names in changes.get("renamed", []) for path in names.values()]
-    for entry in (*changes.get("modified", []), *changes.get("added", []), *renamed, *deleted):
-        output = findings.output_of(path := entry.rstrip("/"))
-        if output and output not in absent:
-            changed.setdefault(output, []).extend([path.removeprefix(f"{output}/")] if path != output else [])
-    for output, files in changed.items():
-        stage, place = findings.makers[output], shlex.quote(output)
-        problem = "differs from dvc.lock" + (f" in {join_truncated(files)}" if files else "")
-        fix = f"rm -rf {place} && dvc checkout {place} || dvc repro -f -s {stage}"
-        fix += f"  # or, to keep it, if dvc was killed before it recorded it: dvc commit -f {stage}"
-        findings.add(output, problem, fix=fix)
-    for output in dict.fromkeys(findings.output_of(path.rstrip("/")) for path in status.get("not_in_cache", [])):
-        if output and cached and output not in absent and output not in changed:
-            stage = findings.makers[output]
-            fix = f"dvc commit -f {stage}  # or, if its code or inputs were changed since: dvc repro {stage}"
-            findings.add(output, "is not complete in DVC's cache", fix=fix)
-    return len(absent)
+    groups = {**status.get("uncommitted", {}), "not_in_cache": status.get("not_in_cache", [])}
+    groups.pop("unknown", None)  # files of a folder whose listing is not in the cache
+    paths = [(path["new"] if isinstance(path, dict) else path, group) for group in groups for path in groups[group]]
+    return [(path.rstrip("/"), group) for path, group in paths]
+
+
+def _fix(stage: DeclaredStage, output: str, lineages: Mapping[Path, Lineage]) -> str:
+    """The command for an output that differs from dvc.lock: it is damaged, or DVC was killed before it recorded it."""
+    with suppress(UserError):
+        made = Provenance.read(Path(stage.provenance or "")).outputs
+        if output in {*made, stage.provenance} and all(_digest(path, lineages) == made[path] for path in made):
+            return f"dvc commit -f {stage.name}  # good by its record, and newer: dvc was killed before it recorded it"
+    place = shlex.quote(output)
+    return f"rm -rf {place} && dvc checkout {place} || dvc repro -f -s {stage.name}"
+
+
+def check_objects(findings: Findings, objects: Iterable[Path]) -> None:
+    """Compare objects of DVC's cache with the MD5 in their names; DVC itself trusts a read-only one."""
+
+    def md5(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+    sizes = {path: path.stat().st_size for path in objects if len(path.name) >= 30}
+    for path, found in map_largest_first(md5, sizes).items():
+        if found != f"{path.parent.name}{path.name.removesuffix('.dir')}":
+            shown = os.path.relpath(path)
+            findings.add(shown, "does not have the MD5 that it is named by", fix=f"rm -f {shlex.quote(shown)}")
 
 
 def check_lineages(findings: Findings) -> dict[Path, Lineage]:
@@ -203,8 +225,10 @@ def check_lineages(findings: Findings) -> dict[Path, Lineage]:
             now, was = lineages.get(parent_dir), parent.lineage
             if not (parent_dir / LINEAGE_FILE).exists():
                 output = findings.output_of(parent_dir)
-                fix = f"dvc checkout {shlex.quote(output)} || dvc repro {findings.makers[output]}" if output else ""
-                findings.add(parent_dir, f"is missing, although it is the {role} of {folder}", fix=fix)
+                fix = (
+                    f"dvc checkout {shlex.quote(output)} || dvc repro {findings.makers[output].name}" if output else ""
+                )
+                findings.add(parent_dir, f"is missing, although it is the {role} of {folder}", fix)
             elif now is not None and now != was and parent_dir not in findings:
                 other = f"content {short(now.digest)}" if now.digest != was.digest else "another lineage"
                 findings.add(folder, f"its {role} {parent_dir} had content {short(was.digest)}, and now has {other}")
@@ -214,19 +238,18 @@ def check_lineages(findings: Findings) -> dict[Path, Lineage]:
 def check_certificates(findings: Findings, lineages: Mapping[Path, Lineage]) -> None:
     """Each merged or built model has a certificate without problems, about its content."""
     for folder, lineage in lineages.items():
-        if lineage.kind not in ("merged", "built") or folder in findings:
+        if lineage.kind not in CERTIFIED or folder in findings:
             continue
+        kind, field = CERTIFIED[lineage.kind]
         path = folder.with_name("merge.json" if lineage.kind == "merged" else f"{folder.name}.json")
-        certificate: MergeCertificate | BuildCertificate
         try:
-            certificate = (MergeCertificate if lineage.kind == "merged" else BuildCertificate).read(path)
+            certificate = kind.read(path)
         except UserError as error:
             findings.add(path, _problem(error))
             continue
-        certified = certificate.merged_digest if isinstance(certificate, MergeCertificate) else certificate.built_digest
         if problems := certificate.problems():
             findings.add(path, f"certifies a failure: {'; '.join(problems)}")
-        if certified != lineage.digest:
+        if (certified := getattr(certificate, field)) != lineage.digest:
             findings.add(path, f"certifies content {short(certified)}, but {folder} holds {short(lineage.digest)}")
 
 
@@ -234,15 +257,7 @@ def check_records(findings: Findings, lineages: Mapping[Path, Lineage]) -> int:
     """Outputs have the content that the record of their stage says, and so has what it read that no stage makes.
     Returns the number of records."""
     paths = _data_files(f"{Path(PROVENANCE_DIR).name}/**/*.json")
-
-    @functools.cache
-    def digest_of(path: str) -> str | None:
-        """The content of a path that is here; a model folder's only if it is intact."""
-        with suppress(UserError, OSError):
-            if Path(path) in lineages or not (Path(path) / LINEAGE_FILE).exists():
-                return content_digest(Path(path))
-        return None
-
+    digest_of = functools.cache(functools.partial(_digest, lineages=lineages))
     for path in paths:
         try:
             record = Provenance.read(path)
@@ -257,6 +272,14 @@ def check_records(findings: Findings, lineages: Mapping[Path, Lineage]) -> int:
                 fix = f"dvc repro {record.stage}  # or, if it was not changed on purpose, put back what it was"
                 findings.add(source, f"is not what {record.stage} read", fix=fix)
     return len(paths)
+
+
+def _digest(path: str, lineages: Mapping[Path, Lineage]) -> str | None:
+    """The content of a path that is here; a model folder's only if it is intact."""
+    with suppress(UserError, OSError):
+        if Path(path) in lineages or not (Path(path) / LINEAGE_FILE).exists():
+            return content_digest(Path(path))
+    return None
 
 
 def report_published(folder: Path, key: Path | None) -> int:
@@ -301,6 +324,16 @@ def _named_key(key: Path | None) -> dict[str, str]:
         return {fingerprint(key): f"the key {key}"}
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
         raise UserError(f"{key} is no public key in PEM: {error}") from None
+
+
+def _files(output: Path) -> Iterator[Path]:
+    return (path for path in (output, *output.rglob("*")) if path.is_file())
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    """The file behind a path: an output and its object in the cache are hard links of one."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _data_files(pattern: str) -> list[Path]:

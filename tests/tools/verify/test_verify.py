@@ -81,25 +81,27 @@ def cached(path: str) -> Path:
     return Path(".dvc/cache/files/md5", digest[:2], digest[2:])
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        f"{BASE}/lineage.json",
-        ADAPTER,
-        "data/runs/r1/training/training.json",
-        f"{MERGED}/lineage.json",
-        CERTIFICATE,
-    ],
-)
-def test_a_flipped_bit_in_any_output_is_found_and_fixed_from_the_cache(workspace: Path, file: str) -> None:
-    before = Path(file).read_bytes()
-    flip(file)
-    ((output, (problems, command)),) = findings().items()
-    assert file.startswith(output)
-    assert "differs from dvc.lock" in problems
-    assert command.startswith(f"rm -rf {output} && dvc checkout {output} || dvc repro -f -s ")
-    run(workspace, command)
-    assert Path(file).read_bytes() == before
+FLIPPED = {
+    BASE: f"{BASE}/lineage.json",
+    TRAINED: ADAPTER,
+    "data/runs/r1/training/training.json": "data/runs/r1/training/training.json",
+    MERGED: f"{MERGED}/model.safetensors",
+    CERTIFICATE: CERTIFICATE,
+}
+"""A file of each output."""
+
+
+def test_a_flipped_bit_in_any_output_is_found_and_fixed_from_the_cache(workspace: Path) -> None:
+    before = {file: Path(file).read_bytes() for file in FLIPPED.values()}
+    for file in FLIPPED.values():
+        flip(file)
+    found = findings()
+    assert list(found) == list(FLIPPED)
+    for output, (problems, command) in found.items():
+        assert "differs from dvc.lock" in problems
+        assert command.startswith(f"rm -rf {output} && dvc checkout {output} || dvc repro -f -s ")
+        run(workspace, command)
+    assert {file: Path(file).read_bytes() for file in FLIPPED.values()} == before
     assert findings() == {}
 
 
@@ -119,6 +121,29 @@ def test_a_damaged_object_of_the_cache_is_found_and_made_again_from_the_workspac
     run(workspace, command)
     assert findings() == {}
     assert path.read_bytes() == Path(ADAPTER).read_bytes()
+
+
+def test_an_object_that_is_one_file_with_an_intact_output_is_read_once(workspace: Path) -> None:
+    """A bit that flips in both is found in both, of a model and of another file."""
+    run(workspace, "dvc config cache.type hardlink && dvc checkout --relink")
+    assert Path(ADAPTER).stat().st_nlink == 2
+    assert findings() == {}
+    for file in (ADAPTER, CERTIFICATE):
+        object_path = str(cached(file))
+        flip(file)
+        assert {object_path, file if file == CERTIFICATE else TRAINED} <= findings().keys()
+
+
+def test_a_result_that_dvc_was_killed_before_recording_is_recorded(workspace: Path) -> None:
+    params = Path("params.yaml")
+    params.write_text("recipes: {r1: {seed: 2}}\n")
+    run(workspace, "python -m tests.tools.verify.made_up train r1")
+    found = findings()
+    assert {found[path][1] for path in (TRAINED, RECORD)} == {"dvc commit -f train@r1"}
+    run(workspace, found[TRAINED][1])
+    assert not {TRAINED, RECORD} & findings().keys(), "what was merged from the earlier one is still to be made again"
+    flip(ADAPTER)
+    assert findings()[TRAINED][1].startswith("rm -rf ")
 
 
 def test_a_changed_source_is_found(workspace: Path) -> None:
