@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import re
 import struct
 import warnings
 import zlib
@@ -31,8 +32,11 @@ DECODING_ERRORS = (
 )
 """Raised by Pillow and its plugins on bytes that are no image, or not a whole one."""
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats of photographs. For others Pillow would run another program, Ghostscript for EPS."""
+FORMATS = ("JPEG", "PNG", "WEBP")
+"""The only formats that are opened. Of others, a small file can cost gigabytes (the tiles of a TIFF) or run another
+program (Ghostscript for EPS)."""
+MAX_SCANS = 100
+"""Limit of a JPEG's scans, each of which costs a pass over all pixels. Encoders write about ten."""
 MAX_IMAGE_PIXELS = 64_000_000
 """Default limit of an image's pixels: more than most cameras make, and 0.6 GB to decode."""
 MAX_ASPECT = 200
@@ -125,10 +129,28 @@ def _open(encoded: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError:  # its message contains an address in memory, another one each time
-        raise UnidentifiedImageError(f"cannot identify image as {', '.join(FORMATS)}") from None
+        raise ValueError(f"none of {', '.join(FORMATS)}, the formats that are opened; convert it") from None
+    if num_scans(encoded) > MAX_SCANS:
+        raise ValueError(f"a JPEG of more than {MAX_SCANS} scans; save it again with fewer")
     if image.mode.startswith(("I", "F")):  # Pillow cuts them off at 255, and the image is white or black
         raise ValueError(f"greyscale pixels of more than 8 bits (Pillow's mode {image.mode}); convert them to 8 bits")
     return image
+
+
+_MARKER = re.compile(rb"\xff([^\x00\x01\xff\xd0-\xd8])")
+"""The beginning of a JPEG's segments. Within compressed data, 0xff is followed by 0 or a restart marker (ITU T.81)."""
+
+
+def num_scans(encoded: bytes) -> int:
+    """The scans of a JPEG before its end, counted up to one more than MAX_SCANS; 0 for other formats."""
+    scans, place = 0, 2
+    while encoded[:2] == b"\xff\xd8" and scans <= MAX_SCANS and (marker := _MARKER.search(encoded, place)):
+        kind, place = marker[1], marker.end()
+        if kind == b"\xd9":
+            break
+        scans += kind == b"\xda"
+        place += int.from_bytes(encoded[place : place + 2], "big")
+    return scans
 
 
 def _upright(encoded: bytes, max_pixels: int) -> tuple[bytes, Image.Image]:

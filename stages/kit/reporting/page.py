@@ -172,7 +172,7 @@ def contender_colours(contenders: Sequence[Contender]) -> dict[str, str]:
 
 def inline_image(path: Path, description: str) -> InlineImage:
     """An image file as a data: URI, scaled down and stored as JPEG if it is large."""
-    with Image.open(path) as image:
+    with Image.open(path, formats=["PNG", "JPEG"]) as image:
         size, media_type, content = image.size, "image/png", path.read_bytes()
         if image.width > MAX_IMAGE_WIDTH or len(content) > MAX_PNG_BYTES or image.format != "PNG":
             scale = min(1.0, MAX_IMAGE_WIDTH / image.width)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageFile
 
-from stages.kit.data.images import MAX_IMAGE_PIXELS, ImageRecord, parse_image
+from stages.kit.data.images import MAX_IMAGE_PIXELS, MAX_SCANS, ImageRecord, num_scans, parse_image
 from tests.kit.data.images import patch_jpeg, png
 
 
@@ -37,8 +37,9 @@ def test_an_upright_image_keeps_its_bytes() -> None:
         ({"image_id": None, "image": {"bytes": png()}}, "image_id is None, expected a non-empty string"),
         ({"image": None}, "no image"),
         ({"image": {"bytes": None, "path": "a.jpg"}}, "no image"),
-        ({"image": {"bytes": b"<html>not found</html>"}}, "unreadable image: cannot identify"),
-        ({"image": {"bytes": saved("EPS")}}, "cannot identify image"),  # Pillow would start Ghostscript
+        ({"image": {"bytes": b"<html>not found</html>"}}, "unreadable image: none of JPEG, PNG, WEBP"),
+        ({"image": {"bytes": saved("EPS")}}, "none of JPEG, PNG"),  # Pillow would start Ghostscript
+        ({"image": {"bytes": saved("TIFF")}}, "none of JPEG, PNG"),  # whose tiles may be larger than the image
         ({"image": {"bytes": patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300]}}, "unreadable image: .*truncated"),
         ({"image": {"bytes": png(size=(805, 4))}}, "image of 'a' is 805 x 4 pixels: .* more than 200 times"),
         ({"image": {"bytes": saved("PNG", mode="I;16")}}, "greyscale pixels of more than 8 bits .*I;16"),
@@ -64,7 +65,24 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch
     ]
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO"])
+def with_scans(count: int) -> bytes:
+    """A JPEG whose last scan is repeated until there are so many."""
+    whole = saved("JPEG", progressive=True)
+    last, end = whole.rindex(b"\xff\xda"), whole.rindex(b"\xff\xd9")
+    return whole[:end] + whole[last:end] * (count - num_scans(whole)) + whole[end:]
+
+
+def test_a_jpeg_of_too_many_scans_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes of scans take minutes."""
+    assert problems({"image": {"bytes": with_scans(MAX_SCANS)}}) == []
+    thumbnail = b"\xff\xe1" + (2 + 300).to_bytes(2) + b"\xff\xda\x00\x02" * 75
+    with_thumbnail = patch_jpeg((0, 0, 1, 1), (40, 30), 1).replace(b"\xff\xd8", b"\xff\xd8" + thumbnail * 2, 1)
+    assert problems({"image": {"bytes": with_thumbnail + b"\xff\xda\x00\x02" * 999}}) == []
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it was decoded"))
+    assert "more than 100 scans" in problems({"image": {"bytes": with_scans(2_000)}})[0]
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "MPO"])
 def test_photographs_of_every_usual_form_are_read(form: str) -> None:
     assert parsed(saved(form)).open_image().size == (40, 30)
 

@@ -34,7 +34,7 @@ def batches(prompts: list[Any], folder: Path, pixels_at_once: int) -> Iterator[l
     for prompt in prompts:
         converted, images = {"prompt_token_ids": prompt["ids"]}, []
         for name in prompt["images"]:
-            with Image.open(folder / name) as image:
+            with Image.open(folder / name, formats=["PNG"]) as image:
                 image.load()
             images.append(image)
         if images:

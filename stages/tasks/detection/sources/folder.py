@@ -16,7 +16,7 @@ from stages.kit.data.sources import VALIDATION, Place
 from stages.kit.data.texts import UnreadableText, read_text
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-"""Suffixes of the formats that stages.kit.data.images opens."""
+"""Suffixes of images; those of a format that stages.kit.data.images does not open are refused by name."""
 MAX_BYTES = 2**30
 """Largest file that is read."""
 HELD_OUT = 0.2
