@@ -1,10 +1,10 @@
-"""Measure everything that needs a GPU, and write it up; or set the constants of memory predictions by the results.
+"""Measure everything that needs a GPU, and write it up; or set the constants of predictions by the results.
 
 Reads   nothing but this checkout: shipped recipes and profiles, on random weights in the published geometries
-Writes  .bakeoff/gpu/DEVICE.jsonl                    a line per measurement; what has one is not measured again
+Writes  .bakeoff/gpu/DEVICE-VERSIONS.json            the results; what has one is not measured again
         docs/gpu/DEVICE.md                           the same for people
         stages/kit/memory/calibration.yaml           with --calibrate
-Run     make gpu, make gpu BUDGET_S=540, make gpu ARGS=--dry-run, make gpu ARGS=--calibrate
+Run     make gpu, make gpu BUDGET_S=540, make gpu ARGS=--dry-run, make gpu ARGS="--calibrate RESULTS"
 
 First come facts and three trainings, which give speed and memory in ten minutes; then more trainings, generation, and
 recipes at tiny size all the way. Each measurement has a process of its own; predictions run beside on the CPU. Running
@@ -26,8 +26,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
@@ -50,49 +51,44 @@ DECIDING = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bit
 """Packages whose versions change every result."""
 TIMEOUT_S = 900
 
-_7B, _VLM_7B, _VLM_2B = (
+_7B, _VLM_7B, _VLM_2B, _MOE, _TINY = (
     {"profile": "qwen25-7b-80gb", "recipe": "amr-baseline"},
     {"profile": "qwen2-vl-7b-48gb"},
     {"profile": "qwen2-vl-2b-24gb", "recipe": "r1-llm-only"},
+    {"profile": "moe-80gb", "recipe": "moe-finetune"},
+    {"profile": "tiny", "micro_batch": 2, "max_length": 96, "attn": "auto"},
 )
 _LONG, _OPEN, _PLAIN = (
     {"micro_batch": 2, "max_length": 4096},
     {"gradient_checkpointing": False},
     {"fused_kernels": False},
 )
-_TINY: dict[str, Any] = {"profile": "tiny", "micro_batch": 2, "max_length": 96, "attn": "auto"}
 SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "cuda": (
-        *({**_7B, **_LONG}, _VLM_2B, {"profile": "moe-80gb", "recipe": "moe-finetune"}),
+        *({**_7B, **_LONG}, _VLM_2B, _MOE),
         *({**_VLM_7B, "recipe": recipe} for recipe in ("r1-llm-only", "r2-vision-only", "r4-joint")),
         *({**_7B, **_LONG, **_OPEN}, {**_7B, **_LONG, **_PLAIN}, {**_7B, **_OPEN, "quantization": "nf4"}),
         # One sentence and eight at once: the share of launches in a step.
         *({**_7B, "micro_batch": size, "max_length": 256} for size in (8, 1)),
         *({**_VLM_2B, **_OPEN, "micro_batch": 16}, {**_VLM_2B, "precision": "fp16"}),
         *({**_VLM_2B, "recipe": "r2-vision-only", "optimizer": name} for name in ("adamw_torch", "adamw_8bit")),
-        {**_VLM_7B, "recipe": "r1-llm-only", "features_bytes": 0},
-        {**_VLM_7B, "recipe": "r1-llm-only", **_PLAIN},
+        *({**_VLM_7B, "recipe": "r1-llm-only", **changes} for changes in ({"features_bytes": 0}, _PLAIN)),
         {**_VLM_7B, "recipe": "r1-llm-only", "attn": "flash_attention_2"},
-        {**_VLM_7B, "recipe": "r4-joint", "quantization": "none"},
-        {"profile": "moe-80gb", "recipe": "moe-expert-truthfulqa"},
+        *({**_VLM_7B, "recipe": "r4-joint", "quantization": "none"}, {**_MOE, "recipe": "moe-expert-truthfulqa"}),
     ),
     "cpu": tuple(
         {**_TINY, "recipe": recipe} for recipe in ("amr-baseline", "r1-llm-only", "r2-vision-only", "moe-finetune")
     ),
 }
 """Trainings: a shipped recipe on a shipped profile, with changes of the plan; the most telling first."""
-GENERATION: dict[str, tuple[dict[str, Any], ...]] = {
+GENERATION: dict[str, tuple[tuple[dict[str, Any], int, int], ...]] = {
     "cuda": (
-        {"setting": {**_VLM_2B, "max_length": 1344}, "batch_size": 16, "new_tokens": 64},
-        {"setting": {**_7B, "max_length": 256}, "batch_size": 16, "new_tokens": 256},
-        {
-            "setting": {"profile": "moe-80gb", "recipe": "moe-finetune", "max_length": 384},
-            "batch_size": 16,
-            "new_tokens": 128,
-        },
+        *(({**_VLM_2B, "max_length": 1344}, 16, 64), ({**_7B, "max_length": 256}, 16, 256)),
+        ({**_MOE, "max_length": 384}, 16, 128),
     ),
-    "cpu": ({"setting": {**_TINY, "recipe": "amr-baseline", "max_length": 16}, "batch_size": 2, "new_tokens": 4},),
+    "cpu": (({**_TINY, "recipe": "amr-baseline", "max_length": 16}, 2, 4),),
 }
+"""A setting, whose max_length is the prompt's, completions at once, and new tokens of each."""
 RECIPES = {"r1-llm-only": None, "r2-vision-only": "none", "amr-baseline": "none"}
 """Recipes that go all the way at tiny size, each with its profile's quantization."""
 
@@ -115,22 +111,20 @@ def measurements(kind: str, facts: Mapping[str, Any]) -> list[Measurement]:
     """All measurements in order."""
     has_bf16 = kind == "cpu" or not facts or tuple(facts["capability"]) >= (8, 0)  # from 8.0 on in hardware
     fallback = {} if has_bf16 else {"precision": "fp16"}
-    trainings = [
+    found = [
         Measurement("trainings", name_of(setting), {"setting": {**setting, **fallback}})
         for setting in SETTINGS[kind]
         if find_spec("flash_attn") or setting.get("attn") != "flash_attention_2"
     ]
-    generation = [
-        Measurement("generation", name_of(task["setting"]), {**task, "setting": {**task["setting"], **fallback}})
-        for task in GENERATION[kind]
-    ]
+    for setting, batch_size, new_tokens in GENERATION[kind]:
+        task = {"setting": {**setting, **fallback}, "batch_size": batch_size, "new_tokens": new_tokens}
+        found.append(Measurement("generation", name_of(setting), task))
     optimizer = "adamw_torch_fused" if kind == "cuda" else "adamw_torch"
     memory = {"precision": "bf16" if has_bf16 else "fp16", "attn": "auto", "optimizer": optimizer}
-    recipes = [
-        Measurement("recipes", recipe, {"recipe": recipe, "memory": {**memory, "quantization": quantization}})
-        for recipe, quantization in RECIPES.items()
-    ]
-    return [*trainings, *generation, *recipes]
+    for recipe, quantization in RECIPES.items():
+        task = {"recipe": recipe, "memory": {**memory, "quantization": quantization}}
+        found.append(Measurement("recipes", recipe, task))
+    return found
 
 
 def name_of(setting: Mapping[str, Any]) -> str:
@@ -139,18 +133,18 @@ def name_of(setting: Mapping[str, Any]) -> str:
 
 
 class Results:
-    """Results of one device with one set of versions: a line of JSON each, possibly cut off in the last one."""
+    """Results of one device with one set of versions: status, data, problem, seconds and date by key."""
 
-    def __init__(self, path: Path, *, measured_here: bool = True) -> None:
-        """measured_here: with the installed versions; else with those of the file's last line."""
+    def __init__(self, path: Path) -> None:
         self.path, self._lock = path, Lock()
-        lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.is_file() else []
-        found = [json.loads(line) for line in lines]
-        packages = installed_packages(sys.path)
-        self.versions = {name: packages[name] for name in DECIDING if name in packages}
-        if found and not measured_here:
-            self.versions = found[-1]["versions"]
-        self.by_key = {each["key"]: each for each in found if each["versions"] == self.versions}
+        self.by_key: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    @classmethod
+    def of(cls, folder: Path, device: str) -> Results:
+        """The results of a device with the installed versions; with others everything is measured again."""
+        packages = sorted(installed_packages(sys.path).items())
+        deciding = [each for each in packages if each[0] in DECIDING]
+        return cls(folder / f"{_slug(device)}-{sha256(repr(deciding).encode()).hexdigest()[:8]}.json")
 
     def todo(self, wanted: Sequence[Measurement]) -> list[Measurement]:
         """New measurements first, then failed ones."""
@@ -160,17 +154,11 @@ class Results:
 
     def keep(self, key: str, status: str, *, seconds: float, problem: str, data: Mapping[str, Any]) -> None:
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        result = {"key": key, "status": status, "data": data, "problem": problem, "seconds": round(seconds, 1)}
-        result |= {"date": date, "versions": self.versions}
+        result = {"status": status, "data": data, "problem": problem, "seconds": round(seconds, 1), "date": date}
         with self._lock:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b") as file:
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)  # an unfinished last line
-                file.write(f"{json.dumps(result)}\n".encode())
-                file.flush()
-                os.fsync(file.fileno())
             self.by_key[key] = json.loads(json.dumps(result))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            publish_text(json.dumps(self.by_key, indent=1), self.path)
 
 
 @dataclass(frozen=True)
@@ -186,49 +174,43 @@ class Runner:
     def run(self, wanted: Sequence[Measurement]) -> None:
         """Keeps each result as it comes. Predictions run ahead in a second process, on the CPU."""
         with ThreadPoolExecutor(1) as pool:
-            ahead = {each.key: pool.submit(self._predict, each) for each in wanted if each.job == "trainings"}
+            ahead: dict[str, Future[None]] = {}
+            for each in wanted:
+                if each.job == "trainings":
+                    ahead[each.key] = pool.submit(self._keep, replace(each, job="predictions"))
             try:
                 for each in wanted:
-                    self._measure(each, ahead.get(each.key))
+                    if (predicting := ahead.get(each.key)) is not None:
+                        predicting.result()
+                    self._keep(each)
             finally:
                 for future in ahead.values():
                     future.cancel()
 
-    def _predict(self, training: Measurement) -> None:
-        task = {**training.task, "facts": data(self.results.by_key, FACTS.key)}
-        self._keep(Measurement("predictions", training.name, task))
-
-    def _measure(self, wanted: Measurement, ahead: Future[None] | None) -> None:
-        task = dict(wanted.task)
-        if ahead is not None:
-            ahead.result()
-            task["prediction"] = data(self.results.by_key, f"predictions: {wanted.name}")
-            if not task["prediction"]:
-                return
-        if wanted.job == "generation":
-            task["facts"] = data(self.results.by_key, FACTS.key)
-        self._keep(Measurement(wanted.job, wanted.name, task))
-
     def _keep(self, wanted: Measurement) -> None:
         if time.monotonic() > self.deadline or not self.results.todo([wanted]):
             return
+        task = dict(wanted.task)
+        if wanted.job == "predictions":
+            task["facts"] = data(self.results.by_key, FACTS.key)
+        if wanted.job == "trainings" and not (prediction := data(self.results.by_key, f"predictions: {wanted.name}")):
+            return
+        if wanted.job == "trainings":
+            task["prediction"] = prediction
         log.info("%s ...", wanted.key)
         began, log_path = time.monotonic(), self.results.path.parent / "logs" / f"{_slug(wanted.key)}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="bakeoff-gpu-", ignore_cleanup_errors=True) as folder:
             answer_path = Path(folder, "answer.json")
-            code = self._code(wanted, answer_path, log_path)
+            code = self._code(replace(wanted, task=task), answer_path, log_path)
             found = json.loads(answer_path.read_text(encoding="utf-8")) if code == 0 else {}
-        status, problem = ("done", "") if code == 0 else ("out of memory", "out of memory")
-        if code not in (0, OUT_OF_MEMORY):
+        status = problem = {0: "", OUT_OF_MEMORY: "out of memory"}.get(code, "failed")
+        if status == "failed":
             lines = log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            status, problem = (
-                "failed",
-                f"{(lines or [f'exit code {code}'])[-1].removeprefix('Error: ')} (see {log_path})",
-            )
+            problem = f"{(lines or [f'exit code {code}'])[-1].removeprefix('Error: ')} (see {log_path})"
         seconds = time.monotonic() - began
-        self.results.keep(wanted.key, status, seconds=seconds, problem=problem, data=found)
-        log.info("%s: %s in %.0f s", wanted.key, problem or status, seconds)
+        self.results.keep(wanted.key, status or "done", seconds=seconds, problem=problem, data=found)
+        log.info("%s: %s in %.0f s", wanted.key, problem or "done", seconds)
 
     def _code(self, wanted: Measurement, answer_path: Path, log_path: Path) -> int:
         """The exit code of measure.py in the environment of a stage."""
@@ -270,26 +252,20 @@ def device_to_measure(kind: str, *, holder: str) -> Iterator[tuple[str, str]]:
         raise UserError("there is no NVIDIA GPU here; try it on this CPU with: make gpu ARGS=--dry-run")
     if cuda_of_torch() is None:
         raise UserError("torch is built for CPUs here; install the other build with: make setup TARGET=cuda")
-    with leased_gpus(
-        1,
-        locks_dir=Path(".bakeoff/gpus"),
-        holder=holder,
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        say=lambda text: log.info("%s", text),
-    ) as (gpu,):
+    visible, say = os.environ.get("CUDA_VISIBLE_DEVICES"), lambda text: log.info("%s", text)
+    with leased_gpus(1, locks_dir=Path(".bakeoff/gpus"), holder=holder, visible=visible, say=say) as (gpu,):
         yield gpu.name, gpu.uuid
 
 
 def calibrate(results: Results, wanted: Sequence[Measurement], path: Path) -> None:
     """Write the constants that follow from the results, once every training has been tried."""
-    facts, rows = data(results.by_key, FACTS.key), comparisons(results.by_key)
-    if not rows:
+    if not comparisons(results.by_key):
         raise UserError(f"{results.path} compares no training with its prediction; measure some with: make gpu")
     values = constants(results.by_key)
-    versions = (f"{name} {results.versions[name]}" for name in ("torch", "transformers", "bitsandbytes"))
-    measured = ", ".join((facts["name"], *versions, f"{datetime.now().astimezone():%Y-%m-%d}"))
-    for name, value in values.items():
-        click.echo(f"{name}: {value:g} ({measured})")
+    facts = data(results.by_key, FACTS.key)
+    measured = f"{facts['name']}, {facts['versions']}, {datetime.now().astimezone():%Y-%m-%d}"
+    for constant, value in values.items():
+        click.echo(f"{constant}: {value:g} ({measured})")
     if left := [each for each in wanted if each.job == "trainings" and each.key not in results.by_key]:
         raise UserError(f"{len(left)} trainings are still to be tried, by: make gpu")
     before = path.read_text(encoding="utf-8")
@@ -310,38 +286,30 @@ def calibrate(results: Results, wanted: Sequence[Measurement], path: Path) -> No
     "--calibrate", "calibrate_by", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Results."
 )
 @click.option("--results-dir", type=click.Path(path_type=Path), default=Path(".bakeoff/gpu"), show_default=True)
-def main(
-    budget_s: float,
-    only: tuple[str, ...],
-    dry_run: bool,
-    calibrate_by: Path | None,
-    results_dir: Path,
-) -> None:
+def main(budget_s: float, only: tuple[str, ...], dry_run: bool, calibrate_by: Path | None, results_dir: Path) -> None:
     configure_logging("gpu")
     deadline = time.monotonic() + budget_s
     if calibrate_by is not None:
-        results = Results(calibrate_by, measured_here=False)
+        results = Results(calibrate_by)
         calibrate(results, measurements("cuda", data(results.by_key, FACTS.key)), SHIPPED_PATH)
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     kind, interrupted = "cpu" if dry_run else "cuda", False
     with device_to_measure(kind, holder="make gpu") as (name, uuid):
-        results = Results(results_dir / f"{_slug(name)}.jsonl")
+        results = Results.of(results_dir, name)
         runner = Runner(kind, uuid, results, deadline)
         try:
             runner.run(results.todo([FACTS]))
             wanted = measurements(kind, data(results.by_key, FACTS.key))
-            chosen = [each for each in wanted if not only or any(part in each.key for part in only)]
-            runner.run(results.todo(chosen))
+            runner.run(results.todo([each for each in wanted if not only or any(part in each.key for part in only)]))
         except KeyboardInterrupt:
             interrupted = True
     wanted = measurements(kind, data(results.by_key, FACTS.key))
-    text = page(name, results.by_key, [FACTS.key, *(each.key for each in wanted)], results.versions)
+    text = page(name, results.by_key, [FACTS.key, *(each.key for each in wanted)])
     if dry_run:
         click.echo(text)
     else:
-        path = Path("docs/gpu") / f"{_slug(name)}.md"
-        publish_text(text, path)
+        publish_text(text, path := Path("docs/gpu") / f"{_slug(name)}.md")
         log.info("wrote %s", path)
     bad = [
         key

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,6 @@ from typing import Any
 import click
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 
@@ -34,7 +34,7 @@ from stages.core.params.schema import DeviceParams
 from stages.kit.evaluation.answer import answered_tokens
 from stages.kit.internals.torch_internals import chosen_attention, cpu_peak
 from stages.kit.launcher.gpus import driver_version
-from stages.kit.memory.calibration import Calibration, load_calibration
+from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import MemoryPredictor, depth_of, predict_generation, with_depth
 from stages.kit.memory.stand_in import quantize_nf4, stand_in_batch, stand_in_processor
 from stages.kit.memory.step import Inference, from_features, one_batch_trainer
@@ -42,6 +42,7 @@ from stages.kit.models.adapters import apply_recipe
 from stages.kit.models.folders import STAND_IN_DIR
 from stages.kit.models.kernels import fused_kernels, packed_attention
 from stages.kit.models.load import check_device, new_model, resolve_attention
+from stages.kit.planning.cards import card_of
 from stages.kit.planning.ladder import prefill_batch_size
 from stages.kit.planning.memory_use import recognised_out_of_memory
 from stages.kit.planning.plan import Plan, resolve_plan
@@ -49,7 +50,6 @@ from stages.kit.training.batches import packed
 from stages.kit.training.kernels import compiler_problem, prepare_kernels, refuse_wrong_kernels
 from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer, lasting_tensors
-from tools.gpu.flops import model_flops, peak_tflops
 from tools.gpu.recipe import run_recipe
 from tools.plan import available_inputs, config_of_base
 
@@ -91,37 +91,28 @@ ATTENTION = {
 def facts(device: str) -> dict[str, Any]:
     """In a process that has not used CUDA yet. Each probe is a line: it works, or why not."""
     on_gpu = device == "cuda"
-    workspaces_bytes = cublas_workspaces_bytes() if on_gpu else 0  # before any other kernel enlarges the context
     free_bytes, total_bytes = torch.cuda.mem_get_info() if on_gpu else (0, 0)
-    reserved_bytes = torch.cuda.memory_reserved() if on_gpu else 0
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
-    peak = peak_tflops(name)
-    plain = {f"SDPA in evaluation, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}
+    card = card_of(name)
+    with_triton = find_spec("triton") is not None and on_gpu
+    probes = {f"SDPA in evaluation, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}
     seed_everything(42)  # from here on kernels without a deterministic form are refused, as in every training
-    deterministic = {f"SDPA in training, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}
-    triton = find_spec("triton") is not None and on_gpu
+    probes |= {f"SDPA in training, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}
     return {
-        "kind": device,
         "name": name,
         "capability": torch.cuda.get_device_capability() if on_gpu else (0, 0),
         "memory_bytes": total_bytes,
-        "context_bytes": total_bytes - free_bytes - reserved_bytes,
-        "workspaces_bytes": workspaces_bytes,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if on_gpu else None,
-        "python": f"{platform.python_version()} on {platform.platform()}",
-        "peak_tflops": peak[0] if peak else None,
-        "peak_source": peak[1] if peak else None,
-        "probes": {
-            "C compiler": compiler_problem() or "compiles against Python's headers",
-            "Liger's kernels": tried(partial(refuse_wrong_kernels, device)) if triton else "no GPU, or no Triton",
-            "nf4 of bitsandbytes": tried(partial(trains_on_nf4, device)),
-            "flash-attn": "installed" if find_spec("flash_attn") else "not installed",
-            "attention without padding": tried(partial(attends_by_sample, device)),
-            **deterministic,
-            **plain,
-        },
+        "context_bytes": total_bytes - free_bytes,
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "bitsandbytes")),
+        "driver, CUDA, cuDNN": f"{driver_version()}, {torch.version.cuda}, {torch.backends.cudnn.version()}",
+        "Python": f"{platform.python_version()} on {platform.platform()}",
+        "peak, dense 16-bit": f"{card.tflops:g} TFLOP/s" if card else "unknown: no such card in planning/cards.py",
+        "usable, as planned": f"{card.usable_gib} GiB" if card else None,
+        "C compiler": compiler_problem() or "compiles against Python's headers",
+        "Liger's kernels": tried(partial(refuse_wrong_kernels, device)) if with_triton else "no GPU, or no Triton",
+        "flash-attn": "installed" if find_spec("flash_attn") else "not installed",
+        "attention without padding": tried(partial(attends_by_sample, device)),
+        **probes,
     }
 
 
@@ -133,38 +124,14 @@ def tried(probe: Callable[[], str | None]) -> str:
         return f"does not work: {type(error).__name__}: {first}"[:200]
 
 
-def cublas_workspaces_bytes() -> int:
-    """Bytes that cuBLAS takes from torch's allocator for a forward and a backward pass."""
-    x, weight, bias = (
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        for shape in ((4096, 4096), (4096, 4096), (4096,))
-    )
-    before = torch.cuda.memory_allocated()
-    (F.linear(x, weight, bias) @ weight).float().square().mean().backward()
-    for tensor in (x, weight, bias):
-        tensor.grad = None
-    torch.cuda.synchronize()
-    gc.collect()
-    return torch.cuda.memory_allocated() - before
-
-
 def chosen_kernel(device: str, heads: int, key_heads: int, tokens: int, width: int, causal: bool, masked: bool) -> str:
     """The kernel that torch chooses for scaled_dot_product_attention, which memory/cuda.py predicts."""
-    query = torch.zeros(1, heads, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    key = torch.zeros(1, key_heads, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    query, key = (
+        torch.zeros(1, each, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for each in (heads, key_heads)
+    )
     mask = torch.ones(1, 1, tokens, tokens, device=device, dtype=torch.bool) if masked else None
     return chosen_attention(query, key, mask, causal=causal)
-
-
-def trains_on_nf4(device: str) -> str:
-    import bitsandbytes as bnb
-
-    layer = bnb.nn.Linear4bit(256, 256, compute_dtype=torch.float16 if device == "cuda" else torch.bfloat16).to(device)
-    rows = torch.randn(8, 256, device=device, dtype=layer.compute_dtype, requires_grad=True)
-    layer(rows).float().square().mean().backward()
-    assert rows.grad is not None
-    assert rows.grad.isfinite().all()
-    return "forward and backward"
 
 
 def attends_by_sample(device: str) -> str:
@@ -211,9 +178,8 @@ def planned(setting: Setting, device: str) -> tuple[Plan, MemoryPredictor]:
         domains=(),
         schedule=replace(plan.schedule, **schedule, effective_batch=samples, train_samples=samples),
     )
-    chosen = {
-        name: changes.pop(name) for name in ("fused_kernels", "padding_free", "features_bytes") if name in changes
-    }
+    last = ("fused_kernels", "padding_free", "features_bytes")  # what the predictor chooses otherwise
+    chosen = {name: changes.pop(name) for name in last if name in changes}
     plan = replace(plan, **changes)
     pixels = plan.images.max_pixels if plan.images else None
     batch_of = partial(stand_in_batch, config, max_length=plan.max_length, max_pixels=pixels)
@@ -293,15 +259,6 @@ def random_trainer(
         yield one_batch_trainer(plan, adapted, stand_in_processor(config, None), batch)
 
 
-def calibrated(facts: Mapping[str, Any]) -> Calibration:
-    """The shipped calibration with cuBLAS's workspaces as measured, which are part of the predicted allocations."""
-    calibration = load_calibration()
-    if not facts["workspaces_bytes"]:
-        return calibration
-    measured = replace(calibration.cublas_workspaces_mib, value=facts["workspaces_bytes"] / 2**20)
-    return replace(calibration, cublas_workspaces_mib=measured)
-
-
 # --- Trainings
 
 
@@ -310,13 +267,10 @@ def predict_training(device: str, *, setting: Setting, facts: dict[str, Any]) ->
     plan, whole = planned(setting, device)
     text, vision = depth_of(whole.config)
     for depth in [(max(1, round(text * share)), vision) for share in SHARES]:
-        found = replace(whole, config=with_depth(whole.config, depth), calibration=calibrated(facts), made={})(plan)
+        found = replace(whole, config=with_depth(whole.config, depth), made={})(plan)
         if device == "cpu" or found.verdict(facts["memory_bytes"]) == "fits":
-            return {
-                "layers": depth,
-                "allocated_bytes": found.allocated_bytes,
-                "reserved_bytes": found.reserved_bytes,
-            }
+            amounts = {name: getattr(found, name) for name in ("allocated_bytes", "reserved_bytes", "flops")}
+            return {"layers": depth, **amounts}
     raise UserError(f"does not fit with {SHARES[-1]:.1%} of its layers")
 
 
@@ -340,15 +294,15 @@ def measure_training(device: str, *, setting: Setting, prediction: dict[str, Any
     if not meter.launches:
         raise UserError(f"the optimizer made too few steps in {MAX_STEPS}: no gradient was finite")
     step_s, busy_s = median(meter.seconds), sum(meter.spent.values())
-    tflops = ACCUMULATION * model_flops(plan, predictor.config, batch) / step_s / 1e12
-    peak = peak_tflops(torch.cuda.get_device_name()) if plan.on_gpu else None
+    tflops = ACCUMULATION * prediction["flops"] / step_s / 1e12
+    card = card_of(torch.cuda.get_device_name()) if plan.on_gpu else None
     return {
         **meter.memory,
         "samples": plan.samples_per_step,
         "step_s": round(step_s, 4),
         "tokens_per_s": round(ACCUMULATION * batch["input_ids"].numel() / step_s, 1),
         "tflops_per_s": round(tflops, 3),
-        "share_of_peak": round(tflops / peak[0], 4) if peak else None,
+        "share_of_peak": round(tflops / card.tflops, 4) if card else None,
         # Relative to an unprofiled step: profiling makes launches slower.
         "idle_share": round(max(0.0, 1 - busy_s / step_s), 4) if plan.on_gpu else None,
         "launches": meter.launches,
@@ -366,7 +320,7 @@ class StepMeter(TrainerCallback):
         self._measuring = ExitStack()
         self.memory: dict[str, int] = {}
         """Bytes allocated and reserved, as torch counts them, and in total, with all else in use on the device; the
-        same on a CPU. retries: number of times that torch had to make room."""
+        same on a CPU."""
         self.spent: dict[str, float] = {}
         """Seconds of one step by kind of kernel."""
         self.launches = 0
@@ -408,14 +362,13 @@ class StepMeter(TrainerCallback):
         if not self._on_gpu:
             self._measuring.close()
             size = self._cpu_peak.size_bytes
-            return {"allocated_bytes": size, "reserved_bytes": size, "total_bytes": size, "retries": 0}
+            return {"allocated_bytes": size, "reserved_bytes": size, "total_bytes": size}
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         reserved_bytes = torch.cuda.max_memory_reserved()
         return {
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "reserved_bytes": reserved_bytes,
             "total_bytes": reserved_bytes + total_bytes - free_bytes - torch.cuda.memory_reserved(),
-            "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         }
 
 
@@ -433,9 +386,7 @@ def _kernels(profiled: profile, *, on_gpu: bool) -> list[tuple[str, float]]:
 # --- Generation
 
 
-def measure_generation(
-    device: str, *, setting: Setting, batch_size: int, new_tokens: int, facts: dict[str, Any]
-) -> dict[str, Any]:
+def measure_generation(device: str, *, setting: Setting, batch_size: int, new_tokens: int) -> dict[str, Any]:
     """Time of a batch of completions, all of full length, as evaluation makes them; memory against its prediction."""
     plan, predictor = planned({**setting, "quantization": "none"}, device)
     plan, config, size = replace(plan, padding_free=False), predictor.config, prefill_batch_size(batch_size)
@@ -444,7 +395,7 @@ def measure_generation(
     attn = resolve_attention("auto", plan.device, plan.precision)
     inference = Inference(device=plan.device, precision=plan.precision, attn=attn)
     limits = {"batch_size": batch_size, "max_new_tokens": new_tokens}
-    predicted = predict_generation(inference, config, batch, calibrated(facts), **limits)
+    predicted = predict_generation(inference, config, batch, load_calibration(), **limits)
     model = random_model(replace(plan, attn="auto"), config).eval()
 
     @torch.inference_mode()

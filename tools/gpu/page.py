@@ -37,8 +37,8 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "trainings",
         "Speed of training",
-        "Random weights, full samples; the median step. Share of peak is model FLOP utilisation (tools/gpu/flops.py): "
-        "what checkpointing computes again does not count, nor does dequantization.",
+        "Random weights, full samples; the median step. Share of peak is that of the counted arithmetic of matrix "
+        "products and attention (flops_of in torch_internals.py); what checkpointing repeats counts too.",
         (
             *(Column("samples", "Samples a step", "d"), Column("step_s", "Step, s", ".3f")),
             *(Column("tokens_per_s", "Tokens/s", ",.0f"), Column("tflops_per_s", "TFLOP/s", ".1f")),
@@ -54,7 +54,6 @@ SECTIONS: tuple[Section, ...] = (
         (
             *(Column("layers", "Layers", ".0f"), Column("total_bytes", "Measured, all", "bytes")),
             *(Column(amount, f"{amount.capitalize()}, off by", "+.1%") for amount in AMOUNTS),
-            Column("retries", "Retries", "d"),
         ),
     ),
     Section(
@@ -81,7 +80,7 @@ SECTIONS: tuple[Section, ...] = (
 )
 
 
-def page(name: str, results: Results, keys: Sequence[str], versions: Mapping[str, str]) -> str:
+def page(name: str, results: Results, keys: Sequence[str]) -> str:
     """keys: of all measurements, in order."""
     found = {key: results[key] for key in keys if key in results}
     days = sorted({each["date"][:10] for each in found.values()}) or ["never"]
@@ -90,9 +89,8 @@ def page(name: str, results: Results, keys: Sequence[str], versions: Mapping[str
         "",
         f"Measured by `make gpu`: {len(found)} of {len(keys)}, {' to '.join(dict.fromkeys((days[0], days[-1])))}.",
     ]
-    lines += ["", ", ".join(f"{package} {version}" for package, version in versions.items())]
     if facts := data(results, "facts: device"):
-        rows = [(fact, [cell]) for fact, cell in _facts(facts).items()]
+        rows = [(fact.replace("_", " "), [_fact(fact, value)]) for fact, value in facts.items()]
         lines += ["", "## Device and software", "", *_table("Fact", [Column("found", "Found")], rows)]
     errors = comparisons(results)
     for section in SECTIONS:
@@ -126,17 +124,10 @@ def _cells(columns: Sequence[Column], values: Mapping[str, Any], result: Mapping
     return [words[value] if isinstance(value, bool) else value for value in cells]
 
 
-def _facts(facts: Mapping[str, Any]) -> dict[str, Cell]:
-    peak = facts["peak_tflops"]
-    return {
-        "Device": f"{facts['name']}, compute capability {'.'.join(map(str, facts['capability']))}",
-        "Memory": f"{bytes_text(facts['memory_bytes'])}, of which a CUDA context {bytes_text(facts['context_bytes'])}",
-        "cuBLAS workspaces": bytes_text(facts["workspaces_bytes"]) if facts["workspaces_bytes"] else None,
-        "Driver, CUDA, cuDNN": f"{facts['driver']}, {facts['cuda']}, {facts['cudnn']}",
-        "Python": facts["python"],
-        "Peak, dense 16-bit": f"{peak:g} TFLOP/s ({facts['peak_source']})" if peak else "unknown: not in the table",
-        **facts["probes"],
-    }
+def _fact(name: str, value: Any) -> Cell:
+    if name.endswith("_bytes"):
+        return bytes_text(value)
+    return ".".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _table(heading: str, columns: Sequence[Column], rows: Iterable[tuple[str, Sequence[Cell]]]) -> list[str]:
@@ -175,12 +166,11 @@ def constants(results: Results) -> dict[str, float]:
     Each bound is the worst measured error, widened, in thousandths, rounded outward. The total's errors count with the
     reserved ones.
     """
-    facts, rows = data(results, "facts: device"), comparisons(results).values()
-    values: dict[str, float] = {}
+    rows, values = comparisons(results).values(), {}
     if context := context_bytes(results):
         values["context_mib"] = round(context / 2**20, 1)
-    if facts["workspaces_bytes"]:
-        values["cublas_workspaces_mib"] = round(facts["workspaces_bytes"] / 2**20, 3)
+    if shares := [share for each in _measured(results).values() if (share := each.get("share_of_peak"))]:
+        values["share_of_peak"] = round(median(shares), 2)
     for name, amounts in (("allocated", ("allocated",)), ("reserved", ("reserved", "total"))):
         # A measurement lies so far above its prediction, relative to it.
         excess = [1 / (1 + row[amount]) - 1 for row in rows for amount in amounts]
