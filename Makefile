@@ -78,10 +78,11 @@ data: setup ## Show a dataset of images with boxes: counts, sizes, twelve images
 
 # Options that are not given are left out: a recipe, a profile, one GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
-	$(if $(GPU),--gpu '$(GPU)') $(if $(filter-out 0,$(JSON)),--json)
+	$(if $(GPU),--gpu '$(GPU)') $(if $(filter-out 0,$(JSON)),--json) \
+	$(foreach change,$(SET),--set '$(change)')
 
 .PHONY: plan
-plan: setup ## Predict a recipe's memory and time on a GPU, without one (RECIPE=, PROFILE=, GPU=24|"RTX 3090", JSON=1; ALL=1)
+plan: setup ## Predict a recipe's memory and time on a GPU, without one (RECIPE=, PROFILE=, GPU=24|"RTX 3090", SET=, JSON=1; ALL=1)
 	@$(offline) $(python) -m tools.plan $(plan_options)
 
 .PHONY: try

@@ -186,6 +186,8 @@ class Predictions:
     params: Params
     in_file: str
     """The profile that params.yaml itself has active."""
+    changes: tuple[str, ...]
+    """`KEY.KEY=VALUE`, values in place of those of params.yaml."""
     made: dict[str, Any]
 
     def preview(self, recipe: str, device: DeviceParams) -> tuple[Preview, Inputs]:
@@ -256,6 +258,7 @@ class Predictions:
         """
         profile, active = self.params.profile, self.params.active
         changes = [f"profile={profile}"] if profile != self.in_file else []
+        changes += [f"'++{change.removeprefix('++')}'" for change in self.changes]
         for name in ("memory_gb", "card"):
             before, after = (getattr(device, name) for device in (active.device, cheapest.plan.device))
             if before != after:
@@ -266,21 +269,30 @@ class Predictions:
         return " ".join(["dvc exp run --temp", *(f"-S {change}" for change in changes), stage])
 
 
-def predictions_for(profile: str | None) -> Predictions:
-    """profile: of params.yaml; None for the active one."""
-    in_file = load_params()
-    return Predictions(params=in_file.on(profile) if profile else in_file, in_file=in_file.profile, made={})
+def predictions_for(profile: str | None, changes: Sequence[str] = ()) -> Predictions:
+    """profile: of params.yaml; None for the active one. changes: `KEY.KEY=VALUE`, in place of values of params.yaml."""
+    in_file = load_params(changes=changes)
+    params = in_file.on(profile) if profile else in_file
+    return Predictions(params=params, in_file=in_file.profile, changes=tuple(changes), made={})
 
 
 @click.command(help=__doc__)
 @click.argument("recipe", required=False)
 @click.option("--profile", help="A profile of params.yaml.  [default: the active one]")
 @click.option("--gpu", "gpus", help="Other GPUs: sizes in GB, or cards by name, separated by commas.")
+@click.option("--set", "changes", multiple=True, help="KEY.KEY=VALUE, in place of a value of params.yaml.")
 @click.option("--all", "compare_sizes", is_flag=True, help="Every recipe, or the one given, on GPUs of several sizes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; for one recipe.")
-def main(recipe: str | None, profile: str | None, gpus: str | None, compare_sizes: bool, as_json: bool) -> None:
+def main(
+    recipe: str | None,
+    profile: str | None,
+    gpus: str | None,
+    changes: tuple[str, ...],
+    compare_sizes: bool,
+    as_json: bool,
+) -> None:
     configure_logging("plan", facts=False)
-    predictions = predictions_for(profile)
+    predictions = predictions_for(profile, changes)
     params = predictions.params
     devices = devices_of(params, gpus or (GPU_SIZES if compare_sizes else None))
     if not compare_sizes and (recipe is None or len(devices) > 1):

@@ -88,19 +88,33 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
         raise damaged(path, problems(error, kind), fix=fix) from None
 
 
-def read_settings(kind: type[T], path: Path, *, hint: str = "") -> T:
+def read_settings(kind: type[T], path: Path, *, hint: str = "", changes: Iterable[str] = ()) -> T:
     """A YAML file that a person wrote. Raises UserError with every value that does not fit the dataclass.
 
-    hint: what to do if the file is missing.
+    hint: what to do if the file is missing. changes: `KEY.KEY=VALUE` to set first, with or without `++`, as `-S` does.
     """
     try:
-        return read_yaml(kind, path)
+        raw = parse_yaml(path.read_bytes())
+        for change in changes:
+            _set(raw, change)
+        return parse(kind, raw)
     except OSError as error:
         raise UserError("; ".join(filter(None, (_unread(path, error), hint)))) from None
     except Unreadable as error:
         raise UserError(f"{path} is not plain YAML: {error}") from None
     except ValidationError as error:
         raise refusal(path, problems(error, kind)) from None
+
+
+def _set(raw: Any, change: str) -> None:
+    """Set a value in a tree of mappings; what is above it is made where there is nothing."""
+    place, equals, value = change.removeprefix("++").partition("=")
+    *above, last = place.split(".")
+    for key in above:
+        raw = raw.setdefault(key, {}) if isinstance(raw, dict) else None
+    if not equals or not isinstance(raw, dict):
+        raise UserError(f"{change!r} sets no value; expected KEY.KEY=VALUE, such as seed=7")
+    raw[last] = parse_yaml(value)
 
 
 def _unread(path: Path, error: OSError) -> str:

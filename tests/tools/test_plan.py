@@ -123,6 +123,16 @@ def test_an_answer_has_budget_and_verdict_and_nothing_is_written(workspace: Path
     assert "verdict   fits" in text
 
 
+def test_other_values_are_tried_without_an_edit(workspace: Path) -> None:
+    rank = "recipes.r1-llm-only.lora.rank=8"
+    small, own = (answer(*on_gpu("r1-llm-only", *more)) for more in (("--set", rank, "--set", "seed=1"), ()))
+    assert "disk      456 KiB trained" in small
+    assert "disk      3.56 MiB trained" in own
+    assert f"-S '++{rank}' -S '++seed=1' evaluate@r1-llm-only" in str(command(small))
+    for change, problem in (("recipes.r1-llm-only.lora.ranks=8", "did you mean 'rank'"), ("seed", "KEY.KEY=VALUE")):
+        assert problem in ask(*on_gpu("r1-llm-only", "--set", change)).output
+
+
 def test_it_ends_with_the_command_that_runs_the_cheapest_change_that_fits(
     workspace: Path, predicted: list[Plan]
 ) -> None:

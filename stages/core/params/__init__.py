@@ -8,7 +8,7 @@ readers take for text.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -31,14 +31,16 @@ Problems = Iterator[tuple[str, str]]
 """Dotted paths and the problem of each."""
 
 
-def load_params(path: Path = Path("params.yaml")) -> Params:
+def load_params(path: Path = Path("params.yaml"), *, changes: Iterable[str] = ()) -> Params:
     """Read and check the whole file: each value alone, and if those are right, the values together.
+
+    changes: `KEY.KEY=VALUE` to set before that; the file stays as it is.
 
     Raises UserError with every problem under its dotted path, and if the file is not a plain file of its folder.
     """
     if os.path.lexists(path):
         require_own(path, path.parent)  # messages would quote the file that a link leads to, and a pipe never ends
-    params = read_settings(Params, path, hint="run from the top of the repository")
+    params = read_settings(Params, path, hint="run from the top of the repository", changes=changes)
     if found := list(cross_checks(params)):
         raise refusal(path, found)
     return params
