@@ -63,7 +63,7 @@ def run_recipe(device: str, *, recipe: str, memory: Mapping[str, Any]) -> dict[s
         reduce(getitem, parents, raw)[last] = value
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("stages", "docker", "data/tiny"):
+        for part in ("stages", "docker", "data/metrics", "data/tiny"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copyfile(ROOT / "dvc.yaml", folder / "dvc.yaml")
         with (folder / "params.yaml").open("w", encoding="utf-8") as file:

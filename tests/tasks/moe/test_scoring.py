@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from stages.kit.data.parquet import read_rows, write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.score import rouge
+from stages.kit.launcher.pipeline import declared_stages
 from stages.kit.mixture.certificate import Routing
 from stages.tasks.moe.samples import Record
 from stages.tasks.moe.scoring import (
+    BLEURT_DIR,
     PREDICTIONS,
     ROUGES,
     bleu,
@@ -25,6 +27,7 @@ from stages.tasks.moe.scoring import (
     score,
     summary,
 )
+from tests import ROOT
 from tests.tasks.moe.made_up import fact, meeting
 
 RECORDS = [fact(1), meeting(2), fact(3), meeting(4)]
@@ -127,6 +130,9 @@ def save_tokenizer(folder: Path) -> None:
 
 def test_bleurt_without_a_checkpoint_is_none_and_with_one_measures(tmp_path: Path) -> None:
     assert load_bleurt(tmp_path / "nothing") is None
+    stages = {stage.name: stage for stage in declared_stages(ROOT)}
+    assert str(BLEURT_DIR.parent) in stages["evaluate@moe-gate"].deps, "a container has to see it"
+    assert str(BLEURT_DIR.parent) in stages["baseline@base-moe"].deps
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)

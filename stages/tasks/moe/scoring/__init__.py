@@ -56,7 +56,7 @@ the negative log-likelihood of the best answer, and of `tokens`, of that answer 
 perplexity. `token_probability` is the geometric mean of the probabilities of those tokens. The routing of the best
 answer and its question is null for a dense model, and BLEURT is null if it is unavailable."""
 
-BLEURT_DIR = Path("data/bleurt")
+BLEURT_DIR = Path("data/metrics/bleurt")
 """A BLEURT checkpoint as a transformers folder: a BERT that classifies pairs of texts, with a single output."""
 
 
