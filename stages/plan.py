@@ -75,7 +75,9 @@ def preview(
     data_dir = Path("data/prepared") / wanted.data
     records = samples.read_split(data_dir, "train") if has_data else None
     train_samples = wanted.effective_batch if records is None else len(records)
-    plan = resolve_plan(params, recipe, train_samples=train_samples, instructions=instruction_set(os.environ))
+    has_selection = (data_dir / "selection.parquet").is_file() if has_data else params.data.selection > 0
+    facts: Any = {"has_selection": has_selection, "instructions": instruction_set(os.environ)}
+    plan = resolve_plan(params, recipe, train_samples=train_samples, **facts)
     plan = replace(plan, base_dir=str(base_dir))
     if records is None:
         processor = stand_in_processor(config, plan.images)

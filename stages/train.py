@@ -1,8 +1,9 @@
 """Train one recipe as its plan says, and write what was trained.
 
-Reads   data/runs/RECIPE/plan.yaml, the base it names, the prepared data
+Reads   data/runs/RECIPE/plan.yaml, the base it names, the prepared data: train, and the split validated on
 Writes  data/runs/RECIPE/trained/   an adapter, the weights of parts trained in full, or both; lineage.json
-        data/runs/RECIPE/training/  training.json (totals), trace.csv (every step), and curves (plots/)
+        data/runs/RECIPE/training/  training.json (totals), trace.csv (every step), and curves (plots/): of
+                                    every few steps, and of validation
         data/report/TASK/memory/RECIPE/train.json  memory that the process used
 Keeps   .bakeoff/checkpoints/RECIPE/, until the result is merged; the same command resumes from there
         .bakeoff/features/, of images by frozen vision towers, for later trainings
@@ -17,6 +18,9 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from statistics import fmean
+from types import ModuleType
+from typing import Any
 
 import click
 from peft import PeftModel
@@ -25,14 +29,16 @@ from transformers import PreTrainedModel
 from stages.core.errors import configure_logging
 from stages.core.lineage import Lineage, read_lineage, short, verified_lineage, write_lineage
 from stages.core.params import load_params
-from stages.core.params.schema import made_by
+from stages.core.params.schema import EvaluationParams, made_by
 from stages.core.records import published
 from stages.core.tasks import load_task
+from stages.kit.evaluation.answer import Answerer
+from stages.kit.evaluation.score import score_answers
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import TrainableCounts, apply_recipe, save_trained, trained_tensors
 from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import gpus_in_use, load_base, process_mesh, shard
-from stages.kit.models.prompts import load_processor
+from stages.kit.models.prompts import Processor, load_processor
 from stages.kit.planning.ladder import planned, settings
 from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.planning.plan import Plan
@@ -43,6 +49,7 @@ from stages.kit.training.processes import is_first_process, is_worker, run_worke
 from stages.kit.training.records import Trace, TrainingRecord, tracking_arguments, write_trace
 from stages.kit.training.resume import identity_of, train_to_the_end
 from stages.kit.training.trainer import Curves, RecipeTrainer, progress_callback
+from stages.kit.training.validation import Validator, choose_samples
 
 log = logging.getLogger("stages")
 
@@ -76,9 +83,13 @@ def train(plan: Plan, attempt: int) -> None:
     records = samples.read_split(Path(plan.data_dir), "train")
     collator = ConversationCollator.for_plan(plan, processor, records, samples)
     log.info("%s", collator.length_summary())
-    identity = identity_of(plan, attempt=attempt, base=base, data_path=Path(plan.data_dir, "train.parquet"))
-
     memory = MemoryLog(gpus_in_use(plan.device, plan.placement))
+    data, validator = {"data": Path(plan.data_dir, "train.parquet")}, None
+    if plan.validation is not None:
+        data["validation"] = Path(plan.data_dir, f"{plan.validation.split}.parquet")
+        validator = make_validator(plan, processor, samples, memory)
+    identity = identity_of(plan, attempt=attempt, base=base, data=data)
+
     model = load(plan)
     memory.loaded()
     log.info("%s", TrainableCounts(**plan.trainable))
@@ -91,9 +102,8 @@ def train(plan: Plan, attempt: int) -> None:
         published(run_dir / "trained", keep=first) as trained_dir,
     ):
         callbacks = [progress_callback(), *([Curves(training_dir)] if first else [])]
-        trainer = make_trainer(
-            plan, model=model, processor=processor, collator=collator, callbacks=callbacks, **tracking
-        )
+        parts: dict[str, Any] = {"processor": processor, "collator": collator, "validator": validator}
+        trainer = make_trainer(plan, model=model, callbacks=callbacks, **parts, **tracking)
         features_gb = params.active.memory.features_gb
         with frozen_features(trainer, repository / ".bakeoff/features", identity, limit_gb=features_gb):
             trace = train_to_the_end(trainer, checkpoints, params.checkpoints)
@@ -110,6 +120,34 @@ def load(plan: Plan) -> PreTrainedModel | PeftModel:
     return model
 
 
+def make_validator(plan: Plan, processor: Processor, samples: ModuleType, memory: MemoryLog) -> Validator:
+    """The validator of a plan, which answers and scores as `evaluate` does. samples: the task's module."""
+    wanted, scoring = plan.validation, load_task(plan.task, "scoring")
+    assert wanted is not None
+    if hasattr(scoring, "check"):
+        scoring.check()
+    records = samples.read_split(Path(plan.data_dir), wanted.split)
+    collator = ConversationCollator.for_plan(plan, processor, records, samples)
+    chosen = choose_samples(collator, plan)
+    asked = [records[number] for number in chosen[: wanted.score_samples]]
+    questions = [samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in asked]
+
+    def score(model: PreTrainedModel) -> float:
+        answerer = Answerer(
+            model=model,
+            processor=processor,
+            samples=samples,
+            answer_format=plan.answer_format,
+            batch_size=plan.schedule.micro_batch,
+            settings=EvaluationParams(max_new_tokens=wanted.max_new_tokens, max_length=wanted.max_length),
+            memory=memory,
+        )
+        rows = score_answers(answerer, asked, questions, scoring).rows
+        return fmean(row[scoring.ordered_by(record)] for record, row in zip(asked, rows, strict=True))
+
+    return Validator(collator=collator, chosen=chosen, score=score if asked else None)
+
+
 def save(
     trainer: RecipeTrainer, trace: Trace, base: Lineage, attempt: int, training_dir: Path, trained_dir: Path
 ) -> None:
@@ -118,9 +156,7 @@ def save(
     tensors = trained_tensors(trained)
     if not is_first_process():
         return
-    record = TrainingRecord.of(
-        plan, trainer.state, trace, attempt=attempt, seconds=trainer.seconds, peak_bytes=trainer.peak_bytes()
-    )
+    record = TrainingRecord.of(trainer, trace, attempt=attempt)
     save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
     parents = {"base": (Path(plan.base_dir), base)}
     lineage = write_lineage(trained_dir, kind="trained", name=plan.recipe, parents=parents)

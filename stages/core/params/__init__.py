@@ -56,6 +56,7 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
     for name, recipe in params.recipes.items():
         yield from _names(f"recipes.{name}", recipe, params)
         yield from _recipe(f"recipes.{name}", recipe)
+        yield from _chosen_by_validation(f"recipes.{name}", recipe)
         if recipe.loss == "router-labels":
             yield from _router_labels(f"recipes.{name}", recipe, params.root(name), params)
     yield from _cycles(params)
@@ -117,6 +118,15 @@ def _recipe(here: str, recipe: RecipeParams) -> Problems:
             yield f"{here}.full_targets.{part}", f"set, though parts.{part} is {how}"
         if how == "frozen" and part in recipe.part_learning_rates:
             yield f"{here}.part_learning_rates.{part}", f"set, though parts.{part} is frozen"
+
+
+def _chosen_by_validation(here: str, recipe: RecipeParams) -> Problems:
+    chooser = {"keep": recipe.keep == "best", "early_stopping": recipe.early_stopping is not None}
+    for field in (name for name, chooses in chooser.items() if chooses):
+        if recipe.validation is None:
+            yield f"{here}.{field}", "chooses by validations, and validation is null"
+        elif recipe.validation.by == "score" and not recipe.validation.score_samples:
+            yield f"{here}.validation.score_samples", f"0, though {field} chooses by the score"
 
 
 def _router_labels(here: str, recipe: RecipeParams, root: str, params: Params) -> Problems:

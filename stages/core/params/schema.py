@@ -155,6 +155,14 @@ class EvaluationParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ValidationLimit:
+    """At most so many samples of a validation while training, whatever the recipe says."""
+
+    samples: Positive
+    score_samples: Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ProfileParams:
     device: DeviceParams
     bases: dict[Name, Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+)$")]]
@@ -163,6 +171,7 @@ class ProfileParams:
     images: ImageParams | None = None
     memory: MemoryParams
     evaluation: EvaluationParams
+    validation_limit: ValidationLimit | None = None
     learning_rate_scale: Rate = 1.0
     """Factor on every learning rate of a recipe: a tiny model needs a larger one."""
     max_epochs: Positive | None = None
@@ -193,6 +202,27 @@ class PartsParams:
         """The parts that are trained, or those trained `how` ("full" or "lora")."""
         wanted = {how} if how else {"full", "lora"}
         return tuple(part for part in PARTS if getattr(self, part) in wanted)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ValidationParams:
+    """Measures a model while it trains, on samples that it is not trained on: those that `data.selection` sets aside,
+    else the validation split. It changes no weight."""
+
+    every_steps: Positive | Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Optimizer steps between two validations; below 1, their share of the training. The last step has one too."""
+    samples: Positive = 64
+    """Samples whose loss is computed."""
+    score_samples: Annotated[int, Field(ge=0)] = 24
+    """Number of them that the model also answers, for the score of a sample by its task."""
+    by: Literal["loss", "score"] = "loss"
+    """The figure by which `keep: best` and `early_stopping` compare two validations."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EarlyStoppingParams:
+    patience: Positive
+    """Validations without a new best after which a training stops."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -230,6 +260,11 @@ class RecipeParams:
     max_length: Positive = 2048
     """Largest number of tokens of a sample, image tokens included; a longer one is an error. Only a text that the task
     allows to cut, such as the transcript of a question, is cut to fit; an answer never is."""
+    validation: ValidationParams | None = Field(default_factory=ValidationParams)
+    """Null: no validation while training."""
+    keep: Literal["last", "best"] = "last"
+    """The weights that a training leaves: of its last step, or of its best validation."""
+    early_stopping: EarlyStoppingParams | None = None
     seed: Seed | None = None
     """Null: the seed of the whole pipeline."""
 

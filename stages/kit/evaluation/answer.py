@@ -155,7 +155,7 @@ def completion_of(samples: ModuleType, answer_format: str | None) -> Callable[[s
     return samples.completion(answer_format) if hasattr(samples, "completion") else None
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode nothing that it caches could be used in training
 def generate_answers(
     model: PreTrainedModel,
     processor: Processor,

@@ -30,7 +30,7 @@ class AnswerLikelihood:
     """Tokens of the answer, the end of its turn included."""
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode nothing that it caches could be used in training
 def answer_log_likelihoods(
     model: PreTrainedModel,
     processor: Processor,
@@ -76,7 +76,7 @@ def _sums(model: PreTrainedModel, inputs: dict[str, torch.Tensor], in_answer: to
     return sums.tolist()
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode nothing that it caches could be used in training
 def routing(
     model: PreTrainedModel,
     processor: Processor,

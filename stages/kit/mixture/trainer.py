@@ -107,6 +107,8 @@ class BalancedTrainer(RecipeTrainer):
         super().__init__(plan, **rest)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> torch.Tensor:
+        if not self.model.training:  # validation is of the answers alone
+            return super().compute_loss(model, inputs, **kwargs)
         with outputs_of(self.balance.routers) as outputs:
             loss = super().compute_loss(model, inputs, **kwargs)
         balance = self.balance.loss(outputs, tokens_of(inputs))

@@ -60,6 +60,28 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
+class Validation:
+    """Validation while training, and what follows from it."""
+
+    split: str
+    every_steps: Positive
+    """Optimizer steps between two validations; the last step has one too."""
+    samples: Positive
+    """At most so many samples of the split, whose loss is computed."""
+    score_samples: Annotated[int, Field(ge=0)]
+    """Number of them that the model also answers."""
+    max_new_tokens: Positive
+    max_length: Positive | None
+    """Limits of an answer, and of a question with its answer, in tokens, as in evaluation."""
+    by: Literal["loss", "score"]
+    """The figure that decides which validation is the best."""
+    keep_best: bool
+    """Whether the training leaves the weights of its best validation, not the last ones."""
+    patience: Positive | None
+    """Validations without a new best after which the training stops; None for any number."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
 class Plan(Record):
     recipe: str
     profile: str
@@ -98,6 +120,7 @@ class Plan(Record):
     features_bytes: Annotated[int, Field(ge=0)] = 0
     """Upper bound on the disk for features of frozen vision towers, computed once; 0 if every step computes them."""
     schedule: Schedule
+    validation: Validation | None = None
     seed: Seed
     trainable: Annotated[dict[str, int], Field(default_factory=dict)]
     """Trainable parameters by part, in total, and all parameters; from the model's real geometry."""
@@ -151,11 +174,20 @@ class Plan(Record):
         return self.schedule.micro_batch * self.schedule.grad_accumulation
 
 
-def resolve_plan(params: Params, name: str, *, train_samples: int, instructions: str | None = None) -> Plan:
+def resolve_plan(
+    params: Params,
+    name: str,
+    *,
+    train_samples: int,
+    has_selection: bool = False,
+    instructions: str | None = None,
+) -> Plan:
     """The settings of recipe `name` on the active profile; trainable counts are still to be added.
 
-    train_samples: number of training samples in the prepared data. instructions: this environment's.
-    Raises UserError if the effective batch is not divisible by what the devices take at once.
+    train_samples: number of training samples in the prepared data. has_selection: whether that has a selection split.
+    instructions: this environment's.
+    Raises UserError if the effective batch is not divisible by what the devices take at once, or if the weights would
+    be chosen by the samples that the report is of.
     """
     recipe, profile = params.recipe(name), params.active
     memory = profile.memory
@@ -163,6 +195,7 @@ def resolve_plan(params: Params, name: str, *, train_samples: int, instructions:
     of_recipe = ("task", "answer_format", "parts", "lora", "full_targets", "loss", "max_length")
     of_memory = ("placement", "precision", "attn", "gradient_checkpointing", "optimizer", "expandable_segments")
     of_profile = ("device", "dataloader_workers", "images")
+    schedule = _schedule(params, name, train_samples)
     return Plan(
         **{name: getattr(recipe, name) for name in of_recipe},
         **{name: getattr(memory, name) for name in of_memory},
@@ -175,7 +208,8 @@ def resolve_plan(params: Params, name: str, *, train_samples: int, instructions:
         quantization=quantization,
         may_quantize=recipe.quantization != quantization,
         domains=params.domains(name) if recipe.loss == "router-labels" else (),
-        schedule=_schedule(params, name, train_samples),
+        schedule=schedule,
+        validation=_validation(params, name, schedule.num_steps, "selection" if has_selection else "val"),
         seed=params.seed if recipe.seed is None else recipe.seed,
     )
 
@@ -209,6 +243,33 @@ def _schedule(params: Params, name: str, train_samples: int) -> Schedule:
         num_steps=num_steps,
         warmup_steps=ceil(num_steps * recipe.warmup_ratio),
         learning_rates=rates,
+    )
+
+
+def _validation(params: Params, name: str, num_steps: int, split: str) -> Validation | None:
+    recipe, limits = params.recipe(name), params.active.evaluation
+    found = recipe.validation
+    if found is None:
+        return None
+    chooser = "keep" if recipe.keep == "best" else "early_stopping" if recipe.early_stopping else None
+    if chooser and split == params.scored:
+        raise UserError(
+            f"recipes.{name}.{chooser} chooses weights by the split {split}, and the report is of it too (scored: "
+            f"{split}): the best of several looks better there than it is; set training samples aside to choose by, "
+            "e.g. data.selection: 0.15" + (", and let scored be val" if split == "selection" else "")
+        )
+    caps = params.active.validation_limit or found
+    every = found.every_steps if found.every_steps >= 1 else max(1, round(found.every_steps * num_steps))
+    return Validation(
+        split=split,
+        every_steps=int(every),
+        samples=min(found.samples, caps.samples),
+        score_samples=min(found.score_samples, caps.score_samples),
+        by=found.by,
+        max_new_tokens=limits.max_new_tokens,
+        max_length=limits.max_length,
+        keep_best=recipe.keep == "best",
+        patience=recipe.early_stopping.patience if recipe.early_stopping else None,
     )
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest, file_digests, json_digest
@@ -47,7 +47,7 @@ class Checkpoints:
     """Largest number of them. Once there are as many, those of the recipe's other trainings are removed."""
 
     def at(self, step: int) -> Path:
-        return self.folder / f"step-{step:06d}"
+        return self.folder / _name_of(step)
 
     def partial(self, step: int) -> Path:
         """The folder for the files of a step's checkpoint until it is `complete`."""
@@ -62,15 +62,17 @@ class Checkpoints:
             log.warning("%s; skipping this checkpoint", problem)
         return None
 
-    def complete(self, step: int, names: Sequence[str]) -> int:
+    def complete(self, step: int, names: Sequence[str], *, best: int | None = None) -> int:
         """Rename the checkpoint once these files of it are on the disk; returns their size in bytes.
 
-        Removes surplus checkpoints, the oldest first. Raises OSError if a file is missing, or the disk is full.
+        Removes surplus checkpoints, the oldest first. best: a step whose checkpoint is worth as much as this one, and
+        kept beside it. Raises OSError if a file is missing, or the disk is full.
         """
         partial = self.partial(step)
         files = {path.name: digest for path, digest in file_digests(partial / name for name in sorted(names)).items()}
         size_bytes = sum((partial / name).stat().st_size for name in files)
-        (partial / MANIFEST).write_text(json.dumps({"sha256": files}, indent=2) + "\n", encoding="utf-8")
+        manifest = json.dumps({"sha256": files, "best": best}, indent=2) + "\n"
+        (partial / MANIFEST).write_text(manifest, encoding="utf-8")
         for path in (*(partial / name for name in files), partial / MANIFEST, partial):
             _sync(path)
         _remove(self.at(step))  # a damaged one
@@ -78,7 +80,7 @@ class Checkpoints:
         _sync(self.folder)
         own = _steps(self.folder)
         kept = [each for each in own if each <= step][-self.keep :]  # a later one is damaged, or it had been resumed
-        for each in set(own) - set(kept):
+        for each in {*own} - {*kept} - {_manifest(self.at(each)).get("best") for each in kept}:
             _remove(self.at(each))
         if len(kept) == self.keep:
             for other in _idle_trainings(self.folder.parent):
@@ -129,14 +131,27 @@ def damage(checkpoint: Path) -> str | None:
     """The fault of a checkpoint, with the damaged file; None if every file agrees with its manifest."""
     path = checkpoint / MANIFEST
     try:
-        digests = json.loads(path.read_text(encoding="utf-8"))["sha256"]
+        manifest = _manifest(checkpoint)
+        digests, best = manifest["sha256"], manifest.get("best")
         for name, digest in digests.items():
             path = checkpoint / name
             if file_digest(path) != digest:
                 return f"{path} differs from its digest in {checkpoint.name}/{MANIFEST}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{path} is damaged, or {checkpoint.name}/{MANIFEST} is: {error}"
-    return None if digests else f"{path} is damaged: {checkpoint.name}/{MANIFEST} names no file"
+    if not digests:
+        return f"{path} is damaged: {checkpoint.name}/{MANIFEST} names no file"
+    needed = checkpoint.with_name(_name_of(best)) if best is not None else checkpoint
+    return damage(needed) if needed != checkpoint else None
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    return found
+
+
+def _name_of(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def _remove(checkpoint: Path) -> None:

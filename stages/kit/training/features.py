@@ -101,7 +101,7 @@ def _opened(path: Path) -> Any:
 
 
 def _digest(plan: Plan, identity: Mapping[str, str]) -> str:
-    facts = {name: value for name, value in identity.items() if name not in ("plan", "attempt")}
+    facts = {name: value for name, value in identity.items() if name not in ("plan", "attempt", "validation")}
     settings = asdict(plan)
     names = ("answer_format", "precision", "quantization", "attn", "loss", "max_length", "images")
     chosen = {name: settings[name] for name in names}

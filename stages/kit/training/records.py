@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from math import isfinite
+from collections.abc import Mapping, Sequence
+from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +13,10 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.params.schema import TrackingParams
 from stages.core.records import Record, publish_text
-from stages.kit.planning.plan import Plan
+from stages.kit.planning.plan import Validation
 
 if TYPE_CHECKING:
-    from transformers import TrainerState
+    from stages.kit.training.trainer import RecipeTrainer
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -25,6 +25,13 @@ Trace = list[tuple[str, str]]
 """For each step, as hexadecimal floats, e.g. "0x1.8000000000000p+1", which lose nothing: the loss of the first
 process's micro-batches, added up in fp32, before the step; and the gradient norm, over all processes, before clipping.
 """
+
+
+LOSS, SCORE = "eval_loss", "eval_score"
+"""Names of a validation's figures in Trainer's log."""
+
+Log = Sequence[Mapping[str, Any]]
+"""Trainer's log: an entry has its step, and figures by name."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
@@ -51,6 +58,13 @@ class TrainingRecord(Record):
     memory_kind: str
     """cuda_allocated or cpu_allocated (RecipeTrainer.peak_bytes)."""
     trainable: dict[str, Count]
+    kept_step: Count | None = None
+    """The step whose weights are kept, if it is not the last one."""
+    validation_split: str | None = None
+    """The split of the next two; None without validation."""
+    validation_loss: float | None = None
+    validation_score: float | None = None
+    """Figures of the weights kept: the loss of a token, and the mean score of a sample. None without validation."""
     skipped_steps: Count = 0
     """Steps that left the weights alone because gradients overflowed, under fp16; the first few do, to find a scale."""
     router_accuracy: float | None = None
@@ -61,15 +75,18 @@ class TrainingRecord(Record):
         return f"dvc repro -f -s train@{path.parent.parent.name}"
 
     @classmethod
-    def of(
-        cls, plan: Plan, state: TrainerState, trace: Trace, *, attempt: int, seconds: float, peak_bytes: tuple[int, int]
-    ) -> TrainingRecord:
-        """plan: as used, after `attempt` rungs. peak_bytes: allocated and reserved."""
+    def of(cls, trainer: RecipeTrainer, trace: Trace, *, attempt: int) -> TrainingRecord:
+        """trainer: of a training that has ended, by the plan as it is after `attempt` rungs."""
+        plan, state, seconds, kept_step = trainer.plan, trainer.state, trainer.seconds, trainer.kept_step
+        peak_bytes, reserved_bytes = trainer.peak_bytes()
         overflows = sum(not isfinite(float.fromhex(grad_norm)) for _, grad_norm in trace)
         last = {name: value for entry in state.log_history for name, value in entry.items()}
         schedule = plan.schedule
+        validated = {
+            name: value for each in state.log_history if each["step"] == kept_step for name, value in each.items()
+        }
         settings = ("recipe", "profile", "gradient_checkpointing", "optimizer", "quantization", "trainable")
-        samples = schedule.num_steps * schedule.train_samples / schedule.steps_per_epoch
+        samples = state.global_step * schedule.train_samples / schedule.steps_per_epoch
         return cls(
             **{name: getattr(plan, name) for name in settings},
             attempt=attempt,
@@ -81,9 +98,13 @@ class TrainingRecord(Record):
             final_loss=last["loss"],
             train_seconds=round(seconds, 2),
             samples_per_second=round(samples / seconds, 3),
-            peak_memory_bytes=peak_bytes[0],
-            reserved_memory_bytes=peak_bytes[1],
+            peak_memory_bytes=peak_bytes,
+            reserved_memory_bytes=reserved_bytes,
             memory_kind=f"{plan.device.kind}_allocated",
+            kept_step=kept_step if kept_step != state.global_step else None,
+            validation_split=plan.validation.split if plan.validation else None,
+            validation_loss=validated.get(LOSS),
+            validation_score=validated.get(SCORE),
             skipped_steps=overflows if plan.precision == "fp16" else 0,
             router_accuracy=last.get("router_accuracy"),
         )
@@ -95,6 +116,23 @@ class TrainingRecord(Record):
             f"{self.num_steps} steps{skipped} in {self.train_seconds:.0f} s, loss {self.final_loss:.4f}{accuracy}, "
             f"peak {self.peak_memory_bytes / 2**30:.2f} GiB ({self.memory_kind})"
         )
+
+
+def best_step(history: Log, plan: Validation) -> int | None:
+    """The step of the best validation so far, the first of equal ones; None before the first.
+
+    A figure that is not a number is worse than any.
+    """
+    name, sign = (LOSS, 1) if plan.by == "loss" else (SCORE, -1)
+    found = [(int(entry["step"]), sign * entry[name]) for entry in history if name in entry]
+    return min(found, key=lambda each: (isnan(each[1]), each[1]), default=(None,))[0]
+
+
+def is_over(history: Log, plan: Validation | None) -> bool:
+    """Whether so many validations have followed the best one that the training stops."""
+    if plan is None or plan.patience is None or (best := best_step(history, plan)) is None:
+        return False
+    return sum(LOSS in entry and entry["step"] > best for entry in history) >= plan.patience
 
 
 def write_trace(trace: Sequence[tuple[str, str]], path: Path) -> None:

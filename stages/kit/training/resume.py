@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -47,7 +47,7 @@ from stages.kit.internals.trl_internals import metric_sums, set_metric_sums
 from stages.kit.models.load import local, whole
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import Checkpoints
-from stages.kit.training.records import Trace
+from stages.kit.training.records import Trace, best_step, is_over
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +70,18 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
         trainer.add_callback(saving)
         trainer.train(resume_from_checkpoint=str(checkpoints.at(newest)) if newest else None)
     ended = trainer.state.global_step
-    if saving.ended_by:
+    stopped = is_over(trainer.state.log_history, trainer.plan.validation)
+    if saving.ended_by and not stopped:
         log.info(
             "%s: stopped at step %d/%d, saved at step %d; run the same command to resume",
             *(signal.Signals(saving.ended_by).name, ended, num_steps, trainer.saved_step or 0),
         )
         raise SystemExit(128 + saving.ended_by)
-    if ended != num_steps:
+    if ended != num_steps and not stopped:
         raise UserError(f"training stopped at step {ended}/{num_steps}")
+    if stopped:
+        log.info("stopped early at step %d/%d: no better validation for a while", ended, num_steps)
+    trainer.keep_best()
     return trainer.trace
 
 
@@ -135,6 +139,8 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
     trace: Trace | None = None
     saved_step: int | None = None
     """The last step that has a checkpoint."""
+    kept_step: int | None = None
+    """The step whose weights the training leaves, once it has ended."""
 
     _restored: dict[str, Any] | None = None
     """The part of the checkpoint that is still to be restored."""
@@ -184,7 +190,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
         """Each process writes its part. A failure, as on a full disk, is a warning: the training goes on without it."""
         checkpoints, step, began = self.checkpoints, self.state.global_step, time.monotonic()
         assert checkpoints is not None
-        folder, first = checkpoints.partial(step), self.args.process_index == 0
+        folder, first, best = checkpoints.partial(step), self.args.process_index == 0, self._best_step()
 
         def write() -> None:
             folder.mkdir(exist_ok=True)
@@ -194,13 +200,16 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
 
         def complete() -> None:
             names = [TRAINER_STATE_NAME, *map(_file_of, range(self.args.world_size))]
-            size_bytes = checkpoints.complete(step, names)
+            size_bytes = checkpoints.complete(step, names, best=best)
             log.info("saved at step %d: %.1f MB in %.1f s", step, size_bytes / 1e6, time.monotonic() - began)
 
         if self._succeeded_on_all_ranks(write) and self._succeeded_on_all_ranks(complete if first else None):
             self.saved_step = step
-        elif first:
-            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            if first:
+                shutil.rmtree(folder, ignore_errors=True)
+            if best == step:
+                raise UserError(f"step {step} is the best so far and could not be saved; make room, and run it again")
 
     def _succeeded_on_all_ranks(self, action: Callable[[], None] | None) -> bool:
         """Whether the action raised no OSError in any process; each waits for all."""
@@ -232,17 +241,35 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
             state |= {"weights": trained, "optimizer": self.optimizer.state_dict()}
         return state
 
+    def _best_step(self) -> int | None:
+        """The step of the best validation so far, if the training leaves its weights."""
+        validation = self.plan.validation
+        return best_step(self.state.log_history, validation) if validation and validation.keep_best else None
+
+    def keep_best(self) -> None:
+        """At the end of a training: take the weights that it leaves from their checkpoint, if they are not the last."""
+        self.kept_step = self._best_step() or self.state.global_step
+        if self.kept_step != self.state.global_step:
+            assert self.checkpoints is not None
+            self._load_weights(self.checkpoints.at(self.kept_step))
+            log.info("the weights kept are those of step %d, the best validation", self.kept_step)
+
     # Restoring, in the order in which Trainer asks for it.
 
-    def restore_weights(self, checkpoint: Path) -> None:
-        restored = load_state(checkpoint / _file_of(self.args.process_index))
-        if "weights" not in restored:
+    def _load_weights(self, checkpoint: Path) -> dict[str, Any]:
+        """Copies the trained weights of a checkpoint into the model, and returns the rest of it."""
+        found = load_state(checkpoint / _file_of(self.args.process_index))
+        if "weights" not in found:
             first = load_state(checkpoint / _file_of(0))
-            restored |= {name: first[name] for name in ("weights", "optimizer")}
-        weights, trained = restored.pop("weights"), self._trained()
+            found |= {name: first[name] for name in ("weights", "optimizer")}
+        weights, trained = found.pop("weights"), self._trained()
         assert trained.keys() == weights.keys(), trained.keys() ^ weights.keys()
         for name, parameter in trained.items():
             local(parameter.data).copy_(weights[name])
+        return found
+
+    def restore_weights(self, checkpoint: Path) -> None:
+        restored = self._load_weights(checkpoint)
         self.trace = restored.pop("trace")
         self._restored = restored
 
@@ -381,13 +408,13 @@ ARITHMETIC = (
 """Prefixes of environment variables by which libraries may choose other kernels."""
 
 
-def identity_of(plan: Plan, *, attempt: int, base: Lineage, data_path: Path) -> dict[str, str]:
+def identity_of(plan: Plan, *, attempt: int, base: Lineage, data: Mapping[str, Path]) -> dict[str, str]:
     """The facts that identify a training, by names that people read if they differ: equal facts give equal bytes.
 
     Neither the recipe's name nor a path is among them, nor a setting without effect on the result, such as how often a
     checkpoint is saved. Everything that the training runs must have been imported by now.
 
-    plan: as used, `attempt` rungs down the memory ladder. data_path: the training samples.
+    plan: as used, `attempt` rungs down the memory ladder. data: the files of samples by name, `data` those of training.
     Raises OSError if they cannot be read.
     """
     variables = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(ARITHMETIC))
@@ -396,7 +423,7 @@ def identity_of(plan: Plan, *, attempt: int, base: Lineage, data_path: Path) -> 
         "plan": _sha256(json.dumps(asdict(replace(plan, recipe="")), sort_keys=True)),
         "attempt": str(attempt),
         "base": base.digest,
-        "data": file_digest(data_path),
+        **{name: file_digest(path) for name, path in data.items()},
         "code": _sha256("\n".join(f"{path} {digest}" for path, digest in _imported_code())),
         "packages": _sha256("\n".join((platform.python_version(), *sorted(installed)))),
         "image": os.environ.get("BAKEOFF_IMAGE", "process"),

@@ -38,7 +38,9 @@ from stages.kit.models.load import check_placement, local, whole
 from stages.kit.models.prompts import Processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import FEATURES, IGNORED
+from stages.kit.training.records import LOSS, SCORE, best_step, is_over
 from stages.kit.training.resume import ResumableTrainer, random_state, set_random_state
+from stages.kit.training.validation import Validator
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +54,12 @@ class RecipeTrainer(ResumableTrainer):
         processor: Processor,
         collator: Callable[[Sequence[Mapping[str, int]]], dict[str, Any]],
         callbacks: Sequence[TrainerCallback] = (),
+        validator: Validator | None = None,
         **arguments: Any,
     ) -> None:
-        """arguments: more of SFTConfig."""
+        """validator: for the plan's validation. arguments: more of SFTConfig."""
         self.plan = plan
+        self.validator = validator
         self.rehearsal = Rehearsal(self)
         self._scratch = TemporaryDirectory(ignore_cleanup_errors=True)  # Trainer wants a folder, and leaves it empty
         # SFTTrainer and Trainer make the outputs of all input embeddings require gradients under checkpointing. Only
@@ -71,7 +75,7 @@ class RecipeTrainer(ResumableTrainer):
             train_dataset=Dataset.from_dict({"sample": range(plan.schedule.train_samples)}),
             processing_class=processor,
             data_collator=collator,
-            callbacks=[StartContract(plan), self.rehearsal, *callbacks],
+            callbacks=[StartContract(plan), self.rehearsal, *([WhenToValidate(plan)] if validator else []), *callbacks],
         )
         self.remove_callback(PrinterCallback)
         for parameter in self.model.parameters():
@@ -130,6 +134,25 @@ class RecipeTrainer(ResumableTrainer):
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             self.optimizer = optimizer_class(settings, **options)
         return self.optimizer
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Validate. Trainer calls it after a step, before it saves that; nothing of the training changes."""
+        assert self.validator is not None
+        assert self.plan.validation is not None
+        with unchanged(self):
+            self.model.eval()  # SFTTrainer logs its own figures of validation in this mode
+            metrics = self.validator.measure(self)
+            self.log(metrics)
+            self.model.train()
+        control: TrainerControl = self.control  # type: ignore[has-type]
+        self.control = control = self.callback_handler.on_evaluate(self.args, self.state, control, metrics)
+        step, history = self.state.global_step, self.state.log_history
+        if self.plan.validation.keep_best and best_step(history, self.plan.validation) == step < self.state.max_steps:
+            control.should_save = True
+        if is_over(history, self.plan.validation):
+            control.should_training_stop = True
+            control.should_save = False  # what resumes from here would go on
+        return metrics
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Trainer's own visits every parameter in each micro-batch, for a figure that nothing shows."""
@@ -280,6 +303,15 @@ MAX_OVERFLOWS = 16
 """First steps that may overflow under fp16: GradScaler starts at 2**16 and halves its scale after each."""
 
 
+class WhenToValidate(TrainerCallback):
+    def __init__(self, plan: Plan) -> None:
+        assert plan.validation is not None
+        self.every_steps = plan.validation.every_steps
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_evaluate = state.global_step % self.every_steps == 0 or state.global_step == state.max_steps
+
+
 class StartContract(TrainerCallback):
     """Checks gradients once, between the first backward pass and the first optimizer step.
 
@@ -380,6 +412,9 @@ class LineProgress(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
     ) -> None:
+        if state.is_world_process_zero and LOSS in logs:
+            score = f"  score {logs[SCORE]:.4f}" if SCORE in logs else ""
+            log.info("step %d/%d  validation loss %.4f%s", state.global_step, state.max_steps, logs[LOSS], score)
         if "loss" in logs and state.is_world_process_zero:
             rate = (state.global_step - self.first) / (time.monotonic() - self.started)
             left = (state.max_steps - state.global_step) / rate
@@ -390,13 +425,15 @@ class LineProgress(TrainerCallback):
 
 
 class Curves(TrainerCallback):
-    """Writes each metric of the log to a file plots/metrics/train/NAME.tsv, for `dvc plots` and the report."""
+    """Writes each metric of the log to a file plots/metrics/{train, validation}/NAME.tsv, for `dvc plots` and the
+    report."""
 
-    METRICS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_accuracy")
+    METRICS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_accuracy", "score")
 
     def __init__(self, training_dir: Path) -> None:
-        self.folder = training_dir / "plots/metrics/train"
-        self.folder.mkdir(parents=True)
+        self.folder = training_dir / "plots/metrics"
+        for kind in ("train", "validation"):
+            (self.folder / kind).mkdir(parents=True)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         for logs in state.log_history:  # from before the checkpoint that this training resumes from
@@ -408,8 +445,9 @@ class Curves(TrainerCallback):
         self._write(state.global_step, logs)
 
     def _write(self, step: int, logs: dict[str, float]) -> None:
+        kind, prefix = ("validation", "eval_") if LOSS in logs else ("train", "")
         for name in self.METRICS:
-            if "loss" in logs and name in logs:
-                with (self.folder / f"{name}.tsv").open("a", encoding="utf-8") as curve:
+            if f"{prefix}loss" in logs and prefix + name in logs:
+                with (self.folder / kind / f"{name}.tsv").open("a", encoding="utf-8") as curve:
                     heading = f"step\t{name}\n" if curve.tell() == 0 else ""
-                    curve.write(f"{heading}{step}\t{float(logs[name])}\n")
+                    curve.write(f"{heading}{step}\t{float(logs[prefix + name])}\n")

@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.core.params import load_params
-from stages.kit.planning.plan import Plan, resolve_plan
+from stages.kit.planning.plan import Plan, Validation, resolve_plan
 from stages.kit.training.trainer import RecipeTrainer
 from tests import ROOT
 
@@ -24,7 +24,12 @@ def plan_for(recipe: str, *, micro_batch: int = 4, samples: int = 8, **changes: 
     params = replace(
         PARAMS, profiles={"tiny": replace(profile, memory=memory)}, recipes={**PARAMS.recipes, recipe: changed}
     )
-    return resolve_plan(params, recipe, train_samples=samples)
+    return replace(resolve_plan(params, recipe, train_samples=samples), validation=None)
+
+
+def validation(**changes: Any) -> Validation:
+    settings: dict[str, Any] = {"split": "selection", "max_new_tokens": 8, "max_length": None, "by": "loss"}
+    return Validation(**{**settings, "keep_best": False, "patience": None, **changes})
 
 
 def weights(trainer: RecipeTrainer) -> dict[str, torch.Tensor]:

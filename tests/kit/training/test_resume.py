@@ -48,9 +48,10 @@ from stages.kit.training.resume import (
     train_to_the_end,
 )
 from stages.kit.training.trainer import Curves, RecipeTrainer
+from stages.kit.training.validation import Validator, choose_samples
 from tests.kit.mixture.dense import conversation, save_base, save_expert, set_routers
 from tests.kit.training import two_processes
-from tests.kit.training.small import At, log_of, plan_for, weights
+from tests.kit.training.small import At, log_of, plan_for, validation, weights
 from tests.tiny_families import save_tiny_family
 
 EVERY_STEP = CheckpointParams(every_minutes=None, every_steps=1)
@@ -91,7 +92,8 @@ class Outcome:
     def __init__(self, trainer: RecipeTrainer, trace: Trace, curves_dir: Path) -> None:
         self.weights = weights(trainer)
         self.trace = trace
-        self.curves = {path.name: path.read_text() for path in sorted(curves_dir.rglob("*.tsv"))}
+        curves = curves_dir / "plots/metrics"
+        self.curves = {f"{path.parent.name}/{path.name}": path.read_text() for path in sorted(curves.rglob("*.tsv"))}
         self.log = log_of(trainer)
 
     def assert_same(self, other: Outcome) -> None:
@@ -139,17 +141,35 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("models") / "base")
 
 
+VALIDATED = replace(FULL, validation=validation(every_steps=1, samples=5, score_samples=2))
+
+
+def draw(model: Any) -> float:
+    """A score that leaves traces where it can: of its model, in random numbers, and in what the model caches."""
+    assert not model.training
+    random.random()
+    np.random.rand(5)  # noqa: NPY002
+    torch.rand(7)
+    model(torch.tensor([[1, 2, 3]]), use_cache=True)
+    return float(next(each for each in model.parameters() if each.requires_grad).double().sum())
+
+
 def text_trainer(folder: Path, plan: Plan) -> RecipeTrainer:
     seed_everything(plan.seed)
     model = load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32")
     model.config.router_aux_loss_coef = 3.0  # of a mixture
     model = apply_recipe(model, plan.parts, plan.lora)
     processor = load_processor(folder, None)
+    collator = ConversationCollator(processor, SAMPLES, lambda it: it, loss=plan.loss, max_length=2048)
+    validator = None
+    if plan.validation is not None:
+        validator = Validator(collator=collator, chosen=choose_samples(collator, plan), score=draw)
     return make_trainer(
         replace(plan, trainable=asdict(count_trainable(model))),
         model=model,
         processor=processor,
-        collator=ConversationCollator(processor, SAMPLES, lambda it: it, loss=plan.loss, max_length=2048),
+        collator=collator,
+        validator=validator,
         report_to="none",
     )
 
@@ -175,6 +195,22 @@ def test_a_full_training_killed_again_and_again(workplace: Workplace, undisturbe
     for step in (2, 3, 4, 4):
         workplace.interrupt(FULL, at=At(step, kill))
     workplace.train(FULL).assert_same(undisturbed)
+
+
+def test_validation_changes_nothing_else_and_a_killed_training_has_the_same_curves(
+    workplace: Workplace, undisturbed: Outcome, text_dir: Path, tmp_path: Path
+) -> None:
+    validated = text_workplace(text_dir, tmp_path / "validated").train(VALIDATED, ON_SIGNALS)
+    assert [entry["step"] for entry in validated.log if "eval_loss" in entry] == [1, 2, 3, 4]
+    assert (
+        validated.curves["validation/loss.tsv"].count("\n") == validated.curves["validation/score.tsv"].count("\n") == 5
+    )
+    for step in (2, 3, 3):
+        workplace.interrupt(VALIDATED, at=At(step, kill))
+    workplace.train(VALIDATED).assert_same(validated)
+    validated.log = [entry for entry in validated.log if "eval_loss" not in entry]
+    validated.curves = {name: curve for name, curve in validated.curves.items() if name.startswith("train/")}
+    validated.assert_same(undisturbed)
 
 
 def test_a_killed_training_with_images_and_dropout_on_weights_in_4_bits(build: Build, tmp_path: Path) -> None:
@@ -452,7 +488,7 @@ def data_path(tmp_path: Path) -> Path:
 
 
 def identity(data_path: Path, plan: Plan = LORA, attempt: int = 0, base: Lineage = BASE) -> dict[str, str]:
-    return identity_of(plan, attempt=attempt, base=base, data_path=data_path)
+    return identity_of(plan, attempt=attempt, base=base, data={"data": data_path})
 
 
 def test_the_identity_has_no_path_and_no_name(data_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
