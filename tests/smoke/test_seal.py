@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -208,6 +209,34 @@ if "--attempt" not in sys.argv:
     time.sleep(5)
     taken = [bytearray(b"x" * 2**24) for _ in range(2**12)]
 """
+
+
+# Starts processes until it may not, and then takes memory without end.
+BOMB = """
+import os, time
+
+count = 0
+try:
+    while os.fork():
+        count += 1
+    time.sleep(60)
+except OSError as error:
+    print(count, error, flush=True)
+taken = [bytearray(b"x" * 2**24) for _ in range(2**12)]
+"""
+
+
+@pytest.mark.skipif(ENGINE == "apptainer", reason="limits are left to Slurm")
+def test_fork_bomb_and_greed_end_at_the_limits_of_the_container(playground: Path) -> None:
+    params = (playground / "params.yaml").read_text()
+    try:
+        (playground / "params.yaml").write_text(params + "containers: {processes: 100, memory_gb: 0.4}\n")
+        result = run(playground, BOMB)
+    finally:
+        (playground / "params.yaml").write_text(params)
+    count, *_ = re.findall(r"^(\d+) .*Resource temporarily unavailable", result.stdout, re.MULTILINE)
+    assert 50 < int(count) < 100
+    assert (result.returncode, "train r1-llm-only ran out of memory" in result.stderr) == (1, True), result.stderr
 
 
 class Running:

@@ -414,6 +414,16 @@ class SlurmParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ContainerParams:
+    """Limits of a container of docker or podman. No result depends on them."""
+
+    processes: Annotated[int, Field(ge=64, le=2**22)] | None = None
+    """Processes and threads of a stage. Null: 1,024, and as many again for each device."""
+    memory_gb: Rate | None = None
+    """Memory of a stage, with /tmp and /dev/shm. Null: fifteen sixteenths of the machine's."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Params:
     profile: Name
     seed: Seed = 42
@@ -426,6 +436,7 @@ class Params:
     models: ModelParams = Field(default_factory=ModelParams)
     prices: PriceParams = Field(default_factory=PriceParams)
     slurm: SlurmParams = Field(default_factory=SlurmParams)
+    containers: ContainerParams = Field(default_factory=ContainerParams)
     baselines: dict[Name, BaselineParams]
     recipes: dict[Name, RecipeParams]
     builds: dict[Name, BuildParams] = Field(default_factory=dict)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.environment import TMP_DIR
+from stages.core.errors import UserError
 from stages.core.signals import GRACE_S
 from stages.kit.launcher.container import INSIDE, Mount, NotUsable, Outputs, run_client, run_sealed, variables
 from stages.kit.launcher.gpus import Gpu, device_files
@@ -25,8 +26,6 @@ HARDENING = (
     *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
     # SELinux lets a container read a file only once it is relabelled, which would change the user's files.
     *("--security-opt", "label=disable"),
-    # Room for the threads of eight training processes and their data loaders.
-    *("--pids-limit", "8192"),
     # Shared memory carries batches from data-loader workers; /tmp holds compiled kernels, which have to run.
     *("--shm-size", "4g", "--tmpfs", f"{TMP_DIR}:rw,exec,nosuid,nodev,size=4g,mode=1777"),
     *("--ulimit", "core=0"),
@@ -34,6 +33,11 @@ HARDENING = (
 
 CALLER = f"{os.getuid()}:{os.getgid()}"
 """Owner of the files that a stage writes."""
+PROCESSES = 1024
+"""Processes and threads of a stage, and as many for each device: math libraries start one for each core, data loaders
+a few for each worker."""
+RESERVE = 16
+"""The share of the machine's memory that a stage leaves to others, as a divisor."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class ContainerEngine:
         name = f"bakeoff-{stage.replace('@', '-')}-{secrets.token_hex(4)}"
         # Processes on several nodes have to reach each other.
         network = "host" if request.num_nodes > 1 else "bridge" if request.network else "none"
-        terminal = sys.stderr.isatty() and sys.stdout.isatty()
+        terminal, info = sys.stderr.isatty() and sys.stdout.isatty(), self.client.info()
         # Variables of the caller are passed by name alone: a value would show in the machine's list of processes.
         passed, given = variables(request, self.image, terminal=terminal)
         environment = [*passed, *(f"{key}={value}" for key, value in given.items())]
@@ -135,11 +139,11 @@ class ContainerEngine:
             *(self.client.program, "run", "--rm", "--name", name, "--label", f"bakeoff.stage={stage}"),
             *("--label", f"bakeoff.workspace={request.workspace_dir}", "--pull", "never", "--log-driver", "none"),
             *("--sig-proxy=false", "--stop-timeout", str(GRACE_S), *(("--tty",) if terminal else ())),
-            *("--network", network, *HARDENING),
+            *("--network", network, *HARDENING, *self._limits(request, info)),
             # Processes that train together look each other up by this name, also without a network.
             *(("--hostname", "localhost") if request.num_nodes == 1 else ()),
             *("--workdir", str(request.workspace_dir)),
-            *self._account_and_gpus(request.gpus),
+            *self._account_and_gpus(request.gpus, info),
             *(option for variable in environment for option in ("--env", variable)),
             *(option for mount in found for option in ("--mount", mount.option())),
             *(image_id, *INSIDE, *request.command),
@@ -156,7 +160,20 @@ class ContainerEngine:
 
         return run_client(command, outputs.ready_path, send=send, failed=end)
 
-    def _account_and_gpus(self, gpus: tuple[Gpu, ...]) -> list[str]:
+    def _limits(self, request: Request, info: dict[str, Any]) -> list[str]:
+        """Options that keep a stage from taking all processes and all memory of the machine."""
+        own, devices = request.params.containers, request.params.active.device.count
+        total = int(info["host"]["memTotal"] if "host" in info else info.get("MemTotal", 0))
+        wanted = round(own.memory_gb * 1e9) if own.memory_gb else total - total // RESERVE
+        if wanted > total:
+            raise UserError(
+                f"containers.memory_gb in params.yaml is {own.memory_gb:g}; {self.name} has {total / 1e9:.1f} GB here"
+            )
+        # The limit of memory with swap is the same: no swap.
+        memory = [f"--{name}={wanted}b" for name in ("memory", "memory-swap") if wanted]
+        return ["--pids-limit", str(own.processes or PROCESSES * (1 + devices)), *memory]
+
+    def _account_and_gpus(self, gpus: tuple[Gpu, ...], info: dict[str, Any]) -> list[str]:
         """Options for a container with the caller's account and these GPUs, and no other."""
         if self.client.is_podman:
             # podman would add writable folders (/run, /var/tmp), and the caller's proxies.
@@ -164,7 +181,6 @@ class ContainerEngine:
             devices = [option for gpu in gpus for option in ("--device", f"nvidia.com/gpu={gpu.uuid}")]
             return [*plain, *(() if os.getuid() == 0 else ("--userns", "keep-id")), *devices]
         # In a rootless Docker, root inside is the caller outside.
-        info = self.client.info()
         rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
         user = ["--user", "0:0"] if rootless else ["--userns", "host", "--user", CALLER]
         # A container loses a GPU that --gpus alone has given it when systemd reloads its units, as at each update of

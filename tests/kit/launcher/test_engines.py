@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from stages.core.errors import UserError
+from stages.core.params.schema import ContainerParams
 from stages.core.provenance import Machine
 from stages.core.signals import ENDING
 from stages.kit.launcher import gpus, inside
@@ -29,7 +30,7 @@ from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.images import image_reference
 from stages.kit.launcher.process import Ended, this_machine
 from tests import ROOT
-from tests.kit.launcher.small_checkout import request_of, small_checkout
+from tests.kit.launcher.small_checkout import PARAMS, request_of, small_checkout
 
 PLAN = Path("data/runs/r1-llm-only/plan.yaml")
 INSIDE = ["python", "-m", "stages.kit.launcher.inside", "plan", "r1-llm-only"]
@@ -49,7 +50,7 @@ if words[:2] == ["image", "inspect"]:
 if words[0] == "version" and error and "No such image" not in error:
     sys.exit(error)
 if words[0] == "info":
-    print(os.environ.get("FAKE_INFO", "{{}}"))
+    print(json.dumps({{"MemTotal": 16 * 10**9}} | json.loads(os.environ.get("FAKE_INFO", "{{}}"))))
 if words[0] == "kill":
     if (here / "killed").exists():
         sys.exit("Error: No such container")
@@ -147,7 +148,7 @@ def test_docker_seals_a_stage_and_runs_the_image_by_its_digest(docker: Path, wor
     assert "no-new-privileges" in options(call, "--security-opt")
     assert options(call, "--user") == [f"{os.getuid()}:{os.getgid()}"]
     assert options(call, "--pull") == ["never"]
-    for limit in ("--pids-limit", "--shm-size", "--tmpfs"):
+    for limit in ("--shm-size", "--tmpfs"):
         assert options(call, limit)
     assert not {"--privileged", "--volume", "-v", "--cap-add", "--tty", "-t", "--gpus", "--device"} & set(call)
     assert call[call.index("sha256:0123") :][1:] == [*INSIDE, "--attempt", "2"]
@@ -258,6 +259,18 @@ def test_podman_under_dockers_name_and_rootless_docker_are_recognized(
     (docker / "docker").write_text(f"{CLIENT}\n# exec podman")  # a script of the package podman-docker
     call, _ = the_run(docker, workspace, "docker")
     assert "--read-only-tmpfs=false" in call
+
+
+def test_docker_limits_processes_and_memory_by_the_machine_or_a_setting(docker: Path, workspace: Path) -> None:
+    def limits(**own: Any) -> list[str]:
+        params = replace(PARAMS, containers=ContainerParams(**own))
+        call, _ = the_run(docker, workspace, "docker", params=params)
+        return [*options(call, "--pids-limit"), *(word for word in call if word.startswith("--memory"))]
+
+    assert limits() == ["2048", "--memory=15000000000b", "--memory-swap=15000000000b"]
+    assert limits(processes=99, memory_gb=2.5) == ["99", "--memory=2500000000b", "--memory-swap=2500000000b"]
+    with pytest.raises(UserError, match=r"containers\.memory_gb in params\.yaml is 64; docker has 16\.0 GB here"):
+        limits(memory_gb=64.0)
 
 
 @pytest.mark.parametrize(("code", "taken"), [("0", True), ("3", False)])
