@@ -105,7 +105,8 @@ def train(plan: Plan, attempt: int) -> None:
         parts: dict[str, Any] = {"processor": processor, "collator": collator, "validator": validator}
         trainer = make_trainer(plan, model=model, callbacks=callbacks, **parts, **tracking)
         features_gb = params.active.memory.features_gb
-        with frozen_features(trainer, repository / ".bakeoff/features", identity, limit_gb=features_gb):
+        kept_features = frozen_features(trainer, repository / ".bakeoff/features", identity, limit_gb=features_gb)
+        with kept_features, trainer.gpu_use:
             trace = train_to_the_end(trainer, checkpoints, params.checkpoints)
         save(trainer, trace, base, attempt, training_dir, trained_dir)
     if first:

@@ -28,7 +28,10 @@ from stages.kit.launcher.process import forwarded_signals
 from stages.kit.launcher.record import SEEN_BY_STAGES
 
 MEASURED = {
-    "training.json": ("train_seconds", "samples_per_second", "peak_memory_bytes", "reserved_memory_bytes"),
+    "training.json": (
+        *("train_seconds", "samples_per_second", "peak_memory_bytes", "reserved_memory_bytes"),
+        *("gpu_utilization", "gpu_watts", "gpu_kwh"),
+    ),
     "metrics.json": ("samples_per_second", "memory_measured_gib", "memory_error"),
     # A stage's memory, below data/report/TASK/memory. A certificate of the same name has none of these keys.
     **dict.fromkeys(("train.json", "merge.json", "build.json", "evaluate.json"), ("before_load", "after_load", "end")),

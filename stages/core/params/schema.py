@@ -134,7 +134,7 @@ class MemoryParams:
     features_gb: Annotated[float, Field(ge=0)] = 50.0
     """Disk for image features, in GB: if vision tower and projector are frozen, features are computed once and kept in
     .bakeoff/features. With 0, or too little for a recipe, each step computes them."""
-    fit: Literal["refuse", "auto", "fill", "off"] = "auto"
+    fit: Literal["refuse", "auto", "fill", "off"] = "fill"
     """If a recipe is predicted not to fit: refuse it with its budget; auto: use the cheapest settings that fit; off:
     train anyway. fill: like auto, and if there is room, use the fastest settings that fit."""
 

@@ -1,4 +1,5 @@
-"""Memory that a stage uses: readings before and after it loads a model and at its peak, and errors for want of memory.
+"""Memory that a stage uses, before and after it loads a model and at its peak; a GPU's utilization and power; and
+errors for want of memory.
 
 Measured memory differs from run to run. It is written below the report of the stage's task, where only `compare` reads
 it: a stage that had it among its inputs would rerun each time. Torch is imported where a GPU is read and nowhere else.
@@ -8,13 +9,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
+from threading import Event, Thread
 from traceback import walk_tb
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 import psutil
 from pydantic import ConfigDict, Field
@@ -26,6 +29,8 @@ from stages.core.records import Record
 log = logging.getLogger("stages")
 
 GIB = 2**30
+SAMPLE_S = 2.0
+"""Time between two samples of a GPU's utilization and power; NVML's own are of the last second at most."""
 
 Amount = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """Bytes. Free memory is negative in a control group that is over its limit."""
@@ -123,6 +128,62 @@ class MemoryLog:
             return f"{used_bytes / GIB:.2f} GiB resident"
         where = "the GPU" if len(self._gpus) == 1 else f"{len(self._gpus)} GPUs"
         return f"{used_bytes / GIB:.2f} GiB in tensors on {where}, {reserved_bytes / GIB:.2f} reserved"
+
+
+class GpuUse:
+    """Utilization and power of GPUs within the block, as NVML reports them; a thread samples them.
+
+    Empty on a CPU and where NVML does not report them. A resumed training counts from where it was resumed.
+    """
+
+    def __init__(self, gpus: Sequence[int]) -> None:
+        self._gpus = gpus
+        self._samples: list[tuple[float, float, float]] = []
+        """Seconds since the sample before, mean utilization from 0 to 1, watts of all GPUs."""
+        self._ended = Event()
+        self._thread = Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._gpus:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._gpus:
+            self._thread.join()
+
+    def latest(self) -> dict[str, float]:
+        """The last sample, for the log of a step."""
+        return {"gpu_utilization": self._samples[-1][1], "gpu_watts": self._samples[-1][2]} if self._samples else {}
+
+    def totals(self) -> dict[str, Any]:
+        """Mean utilization and power, and the energy that they add up to."""
+        seconds = sum(sample[0] for sample in self._samples)
+        if not seconds:
+            return {}
+        utilization, joules = (sum(sample[0] * sample[each] for sample in self._samples) for each in (1, 2))
+        watts = joules / seconds
+        return {
+            "gpu_utilization": round(utilization / seconds, 4),
+            "gpu_watts": round(watts, 1),
+            "gpu_kwh": round(joules / 3.6e6, 6),
+        }
+
+    def _sample(self) -> None:
+        import pynvml
+        import torch
+
+        before = time.monotonic()
+        while not self._ended.wait(SAMPLE_S):
+            try:
+                utilization = sum(map(torch.cuda.utilization, self._gpus)) / len(self._gpus) / 100
+                watts = sum(map(torch.cuda.power_draw, self._gpus)) / 1000
+            except (pynvml.NVMLError, ModuleNotFoundError, RuntimeError) as error:
+                log.info("NVML reports no utilization and power of the GPU: %s", error)
+                return
+            before, elapsed = (now := time.monotonic()), now - before
+            self._samples.append((elapsed, utilization, watts))
 
 
 def cpu_reading() -> MemoryReading:

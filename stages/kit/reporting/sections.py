@@ -337,7 +337,7 @@ def trainable_table(runs: Sequence[Run]) -> Table:
 
 
 def cost_table(runs: Sequence[Run]) -> Table:
-    """Steps, time and memory of training, and the speed of evaluation."""
+    """Steps, time, memory and energy of training, and the speed of evaluation."""
     columns = (
         Column("model", "Model"),
         Column("num_steps", "Steps", ","),
@@ -346,6 +346,9 @@ def cost_table(runs: Sequence[Run]) -> Table:
         Column("peak_memory_bytes", "Peak memory", "bytes"),
         Column("memory_error", "Predicted, off by", "+.1%"),
         Column("memory_kind", "Memory of"),
+        Column("gpu_utilization", "GPU busy", ".0%"),
+        Column("gpu_watts", "Power, W", ",.0f"),
+        Column("gpu_kwh", "Energy, kWh", ".3g"),
         Column("final_loss", "Final loss", ".4f"),
         Column("evaluation_samples_per_second", "Evaluation samples/s", ".1f"),
     )
@@ -357,8 +360,10 @@ def cost_table(runs: Sequence[Run]) -> Table:
             "evaluation_samples_per_second": run.metrics.get("samples_per_second"),
         }
         values["memory_kind"] = _MEMORY_KINDS.get(values.get("memory_kind", ""), values.get("memory_kind"))
-        rows.append(Row(cells=(run.name, *(values.get(column.key) for column in columns[1:]))))
-    return Table(columns=columns, rows=tuple(rows))
+        rows.append({"model": run.name, **values})
+    said = [each for each in columns if not each.key.startswith("gpu_") or any(row.get(each.key) for row in rows)]
+    cells = tuple(Row(cells=tuple(row.get(column.key) for column in said)) for row in rows)
+    return Table(columns=tuple(said), rows=cells)
 
 
 def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:

@@ -57,6 +57,11 @@ class TrainingRecord(Record):
     reserved_memory_bytes: Count
     memory_kind: str
     """cuda_allocated or cpu_allocated (RecipeTrainer.peak_bytes)."""
+    gpu_utilization: Amount | None = None
+    """Mean share of the time in which a kernel ran; this and the next two are NVML's, of this node's GPUs, and None on
+    a CPU. They begin where a resumed training was resumed."""
+    gpu_watts: Amount | None = None
+    gpu_kwh: Amount | None = None
     trainable: dict[str, Count]
     kept_step: Count | None = None
     """The step whose weights are kept, if it is not the last one."""
@@ -105,6 +110,7 @@ class TrainingRecord(Record):
             validation_split=plan.validation.split if plan.validation else None,
             validation_loss=validated.get(LOSS),
             validation_score=validated.get(SCORE),
+            **trainer.gpu_use.totals(),
             skipped_steps=overflows if plan.precision == "fp16" else 0,
             router_accuracy=last.get("router_accuracy"),
         )

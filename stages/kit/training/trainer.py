@@ -36,6 +36,7 @@ from stages.kit.internals.trl_internals import metric_sums, set_metric_sums, set
 from stages.kit.models.adapters import count_trainable, part_of
 from stages.kit.models.load import check_placement, local, whole
 from stages.kit.models.prompts import Processor
+from stages.kit.planning.memory_use import GpuUse
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import FEATURES, IGNORED
 from stages.kit.training.records import LOSS, SCORE, best_step, is_over
@@ -60,6 +61,7 @@ class RecipeTrainer(ResumableTrainer):
         """validator: for the plan's validation. arguments: more of SFTConfig."""
         self.plan = plan
         self.validator = validator
+        self.gpu_use = GpuUse(range(torch.cuda.device_count()) if plan.on_gpu else ())
         self.rehearsal = Rehearsal(self)
         self._scratch = TemporaryDirectory(ignore_cleanup_errors=True)  # Trainer wants a folder, and leaves it empty
         # SFTTrainer and Trainer make the outputs of all input embeddings require gradients under checkpointing. Only
@@ -153,6 +155,10 @@ class RecipeTrainer(ResumableTrainer):
             control.should_training_stop = True
             control.should_save = False  # what resumes from here would go on
         return metrics
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Trainer's, with the GPU's utilization and power for Weights & Biases; nothing more on a CPU."""
+        super().log({**logs, **self.gpu_use.latest()}, *args, **options)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Trainer's own visits every parameter in each micro-batch, for a figure that nothing shows."""

@@ -4,10 +4,12 @@ import errno
 import multiprocessing
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pynvml
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +19,9 @@ from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.models.load import gpus_in_use
+from stages.kit.planning import memory_use
 from stages.kit.planning.memory_use import (
+    GpuUse,
     MemoryLog,
     StageMemory,
     free_and_total_bytes,
@@ -96,6 +100,32 @@ def test_a_process_reads_the_gpus_that_it_uses(
     assert memory.before_load.total_bytes == num_gpus * 24 * GIB
     assert memory.after_load.used_bytes == memory.end.peak_bytes == used_gib * GIB
     assert memory.after_load.free_bytes == (free_gib - 2 * used_gib) * GIB
+
+
+def test_a_gpus_utilization_power_and_energy_are_sampled_while_a_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, one idle."""
+    monkeypatch.setattr(memory_use, "SAMPLE_S", 0.001)
+    monkeypatch.setattr(torch.cuda, "utilization", [90, 10].__getitem__)
+    monkeypatch.setattr(torch.cuda, "power_draw", [300_000, 60_000].__getitem__)
+    with GpuUse(range(2)) as use:
+        while len(use._samples) < 3:
+            time.sleep(0.001)
+        assert use.latest() == {"gpu_utilization": 0.5, "gpu_watts": 360}
+    found, seconds = use.totals(), sum(sample[0] for sample in use._samples)
+    assert (found["gpu_utilization"], found["gpu_watts"]) == (0.5, 360)
+    assert found["gpu_kwh"] == pytest.approx(360 * seconds / 3.6e6, abs=1e-6)
+
+
+def test_nothing_is_said_of_a_cpu_nor_where_nvml_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(memory_use, "SAMPLE_S", 0.001)
+    monkeypatch.setattr(torch.cuda, "utilization", unknown)
+    for gpus in (range(0), range(1)):
+        with GpuUse(gpus) as use:
+            time.sleep(0.01)
+        assert (use.latest(), use.totals()) == ({}, {})
 
 
 def test_the_resident_peak_excludes_the_parent_process() -> None:

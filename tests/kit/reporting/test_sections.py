@@ -63,6 +63,11 @@ def test_parameters_and_costs_by_run(tmp_path: Path) -> None:
         ("base-vlm", *[None] * 7, 12.5),
         ("r1-llm-only", 30, 74.2, 16.1, 1_300_000_000, None, "tensors on the CPU", 0.61, 12.5),
     ]
+    assert trained.training is not None
+    on_gpu = replace(trained, training=replace(trained.training, gpu_utilization=0.8, gpu_watts=300.5, gpu_kwh=0.02))
+    table = cost_table([base, on_gpu])
+    assert [column.heading for column in table.columns[7:10]] == ["GPU busy", "Power, W", "Energy, kWh"]
+    assert [row.cells[7:10] for row in table.rows] == [(None, None, None), (0.8, 300.5, 0.02)]
 
 
 def test_origins_by_run(tmp_path: Path) -> None:
