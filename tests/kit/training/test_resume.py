@@ -533,6 +533,16 @@ def test_the_identity_names_what_differs(
     assert json_digest(before) != json_digest(after)
 
 
+def test_other_loaded_libraries_of_cuda_are_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    loaded = {torch.backends.cudnn: 92000, torch.cuda.nccl: (2, 29, 7)}
+    for module, version in loaded.items():
+        monkeypatch.setattr(module, "version", lambda version=version: version)
+    device = resume._device(DeviceParams(kind="cuda"))
+    assert device == "1 x cuda: H100, CUDA 13.0, cuDNN 92000, NCCL (2, 29, 7)"
+
+
 def test_only_code_that_runs_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "kit").mkdir()
     for name in ("__init__.py", "kit/used.py", "kit/unused.py"):
