@@ -15,16 +15,22 @@ from pathlib import Path
 import psutil
 from ruamel.yaml import YAML
 
+from stages.core.params import load_params
+from stages.core.params.schema import made_by
 from tests import ROOT
 from tools.verify.rerun import unequal_files
 
 RECIPE = "r1-llm-only"
-CHAIN = (
-    "check",
-    "base@vlm",
-    "prepare@nutrition-tables",
-    *(f"{kind}@{RECIPE}" for kind in ("plan", "train", "merge", "evaluate")),
-)
+
+
+def chain_of(recipe: str) -> tuple[str, ...]:
+    """The stages that lead to a recipe's evaluation, if its base is none that another made."""
+    found = load_params(ROOT / "params.yaml").recipe(recipe)
+    stages = (f"{kind}@{recipe}" for kind in ("plan", "train", "merge", "evaluate"))
+    return ("check", made_by(found.base), f"prepare@{found.data}", *stages)
+
+
+CHAIN = chain_of(RECIPE)
 TARGET = CHAIN[-1]
 LIMIT_S = 300
 """For a command on one stage of it, which takes some ten seconds: a longer one hangs."""
@@ -139,8 +145,8 @@ class Reference:
         return self.root / "before" / stage
 
 
-def build_reference(root: Path) -> Reference:
-    """Run CHAIN, stage by stage, in a clone of this checkout that also has what is not committed."""
+def build_reference(root: Path, recipe: str = RECIPE) -> Reference:
+    """Run the stages of a recipe, one by one, in a clone of this checkout that also has what is not committed."""
     environment = make_environment(root)
     workspace = workspace_in(root / "workspace", environment)
     clone_checkout(workspace.folder)
@@ -149,14 +155,14 @@ def build_reference(root: Path) -> Reference:
     raw["profile"] = "tiny"
     raw["tracking"]["wandb"] = False
     tiny = raw["profiles"]["tiny"]  # few samples and steps, each second step saved
-    tiny["datasets"]["nutrition-tables"]["limit"] = {"train": 16, "val": 4}
+    tiny["datasets"][raw["recipes"][recipe]["data"]]["limit"] = {"train": 16, "val": 4}
     tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
     tiny["memory"]["micro_batch"] = 2
     tiny["evaluation"].update(batch_size=4, max_new_tokens=8)
     raw["checkpoints"].update(every_minutes=None, every_steps=2)
-    raw["recipes"][RECIPE].update(effective_batch=4, epochs=2)
+    raw["recipes"][recipe].update(effective_batch=4, epochs=2)
     yaml.dump(raw, path)
-    for name in CHAIN:
+    for name in chain_of(recipe):
         copy_folder(workspace.folder, root / "before" / name)
         ended = workspace.dvc("repro", name)
         assert ended.code == 0, ended.output

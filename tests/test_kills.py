@@ -1,0 +1,69 @@
+"""Kills at random moments of a pipeline: the same command, typed again, ends with the same bytes.
+
+KILLS=20 .venv/bin/python -m pytest -n 0 -s tests/test_kills.py     so many of each recipe, in about half an hour
+"""
+
+import os
+import random
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from stages.kit.launcher.pipeline import declared_stages
+from tests.workspaces import (
+    Meanwhile,
+    Workspace,
+    build_reference,
+    chain_of,
+    copy_folder,
+    require_clean_end,
+    require_same_end,
+    workspace_in,
+)
+
+KILLS = int(os.environ.get("KILLS", "0"))
+LATEST_S = float(os.environ.get("LATEST_S", "15"))
+"""A kill comes within this time: about what a stage takes."""
+
+pytestmark = [
+    pytest.mark.pipeline,
+    pytest.mark.skipif(KILLS == 0, reason="takes half an hour: KILLS=20"),
+    pytest.mark.timeout(0),
+]
+
+
+def kill(workspace: Workspace, draw: random.Random) -> Meanwhile:
+    """End all processes at once, as a power failure does, or one of them, after a random time."""
+    delay, everything = draw.uniform(0, LATEST_S), draw.random() < 0.5
+
+    def meanwhile(process: "subprocess.Popen[bytes]") -> None:
+        until = time.monotonic() + delay
+        while time.monotonic() < until and process.poll() is None:
+            time.sleep(0.01)
+        if everything:
+            workspace.kill_all()
+        elif running := list(workspace.processes()):
+            draw.choice(running).kill()
+
+    return meanwhile
+
+
+@pytest.mark.parametrize("recipe", ["r1-llm-only", "amr-baseline"])
+def test_a_stage_that_was_killed_ends_with_the_same_bytes(recipe: str, tmp_path: Path) -> None:
+    reference, draw, kills = build_reference(tmp_path / "reference", recipe), random.Random(recipe), 0
+    written = {stage.name: stage.written for stage in declared_stages(reference.finished_dir)}
+    while kills < KILLS:
+        stage = draw.choice([*chain_of(recipe)[1:], *[f"train@{recipe}"] * 3])
+        workspace = workspace_in(tmp_path / "workspace", reference.environment)
+        copy_folder(reference.before_dir(stage), workspace.folder)
+        while (ended := workspace.dvc("repro", stage, meanwhile=kill(workspace, draw))).code != 0:
+            kills += 1
+            print(f"{recipe}: kill {kills}, in {stage}", flush=True)
+        require_clean_end(workspace.dvc("repro", stage))
+        require_same_end(workspace.folder, reference.finished_dir, written[stage])
+        assert workspace.dvc("status", "-q", stage).code == 0, ended.output
+        shutil.rmtree(workspace.folder)
+        shutil.rmtree(workspace.folder.with_name("workspace.tmp"))
