@@ -5,7 +5,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, get_args
 import pytest
 from dvc.utils.serialize import modify_yaml
 from hypothesis import given
+from pydantic import TypeAdapter
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
@@ -115,6 +116,9 @@ WRONG_ALONE = {
     "tracking.wandb": "yes",
     "more": {},
     f"{R1}.lora.rank": 0,
+    f"{R1}.max_length": 2**31 - 1,
+    f"{R1}.epochs": 2**31 - 1,
+    "slurm.gpu.options": ["--x"] * 101,
     f"{R1}.epoch": 3,
     f"{R2}.learning_rate": "fast",
     "recipes.r3-two-stage.base": "runs/r2-vision-only",
@@ -125,6 +129,24 @@ WRONG_ALONE = {
     f"{TINY}.memory.precision": "fp8",
     "predictions.example-sentences.inputs": "data/../x.txt",
 }
+
+
+def test_every_number_has_limits_and_those_of_a_step_are_far_below_2_to_the_31() -> None:
+    def numbers(schema: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+        if isinstance(schema, dict):
+            if schema.get("type") in ("integer", "number"):
+                yield path, schema
+            for key, inner in schema.items():
+                yield from numbers(inner, f"{path}.{key}")
+        elif isinstance(schema, list):
+            for inner in schema:
+                yield from numbers(inner, path)
+
+    found = dict(numbers(TypeAdapter(Params).json_schema()))
+    limits = {path: each.get("maximum", each.get("exclusiveMaximum")) for path, each in found.items()}
+    assert len(limits) > 30
+    assert [path for path, limit in limits.items() if limit is None] == []
+    assert [path for path, each in found.items() if each["type"] == "integer" and limits[path] > 2**32] == []
 
 
 def test_all_values_that_are_wrong_alone_are_reported_at_once_with_the_nearest_key(tmp_path: Path) -> None:

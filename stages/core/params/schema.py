@@ -42,7 +42,12 @@ OPTIMIZERS: dict[Optimizer, OptimizerTraits] = {
 }
 """Keys are the names in transformers' TrainingArguments.optim."""
 
-Positive = Annotated[int, Field(ge=1, lt=2**31)]
+Positive = Annotated[int, Field(ge=1, le=10**9)]
+"""What a run counts: samples, steps, pixels, minutes. The limits here and below are above every sensible value, and
+below those at which a run would fail late."""
+Size = Annotated[int, Field(ge=1, le=2**20)]
+"""What one step holds: tokens, samples of a batch, the width of an adapter."""
+Epochs = Annotated[int, Field(ge=1, le=10_000)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1e12)]
 """The product of two is still a finite number."""
@@ -95,7 +100,7 @@ class DatasetParams:
     """`folder:PATH`, `hub:OWNER/NAME@REVISION`, or `mix`, made of other datasets."""
     limit: LimitParams | None = None
     """Samples to take of each split of the source."""
-    mix: dict[Name, Annotated[int, Field(ge=0)] | None] | None = None
+    mix: dict[Name, Annotated[int, Field(ge=0, le=10**9)] | None] | None = None
     """Parts of a `mix`, each with the largest number of its training samples; null for all. The validation split has
     those of every part, also of one with 0 training samples."""
     reader: dict[str, Any] = Field(default_factory=dict)
@@ -115,7 +120,7 @@ class MemoryParams:
     """Precision of the arithmetic and of frozen weights. Trained weights are always fp32."""
     quantization: Literal["none"] | None = None
     """none: train every recipe on unquantized weights; null: as the recipe says."""
-    micro_batch: Positive
+    micro_batch: Size
     """Samples on one device in one forward pass; gradient accumulation makes up the effective batch."""
     attn: Attention = "auto"
     padding_free: PaddingFree = "auto"
@@ -131,7 +136,7 @@ class MemoryParams:
     """single: one process on one device. ddp: one process a device, each with the whole model. sharded: one process a
     device, each with its share of every weight, gradient and optimizer state (no nf4, no 8-bit optimizer). balanced:
     one process with the layers spread over the devices."""
-    features_gb: Annotated[float, Field(ge=0)] = 50.0
+    features_gb: Annotated[float, Field(ge=0, le=1e12)] = 50.0
     """Disk for image features, in GB: if vision tower and projector are frozen, features are computed once and kept in
     .bakeoff/features. With 0, or too little for a recipe, each step computes them."""
     fit: Literal["refuse", "auto", "fill", "off"] = "fill"
@@ -141,16 +146,16 @@ class MemoryParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationParams:
-    batch_size: Positive | Literal["auto"] = "auto"
+    batch_size: Size | Literal["auto"] = "auto"
     """Generation batch size; auto: the largest predicted to fit."""
-    max_new_tokens: Positive
+    max_new_tokens: Size
     max_samples: Positive | None = None
     """Score only the first max_samples validation samples; null for all."""
-    max_length: Positive | None = None
+    max_length: Size | None = None
     """Largest number of tokens of a sample with its answer, if the task allows to cut its texts. Null: no cut."""
     engine: Literal["transformers", "vllm"] = "transformers"
     """Generates the completions; vLLM only if its first completions equal our code's (docs/serving.md)."""
-    quantization_samples: Positive = 32
+    quantization_samples: Size = 32
     """Validation samples scored before and after the merge of a model trained in 4 bits, to measure its cost."""
 
 
@@ -174,7 +179,7 @@ class ProfileParams:
     validation_limit: ValidationLimit | None = None
     learning_rate_scale: Rate = 1.0
     """Factor on every learning rate of a recipe: a tiny model needs a larger one."""
-    max_epochs: Positive | None = None
+    max_epochs: Epochs | None = None
     """Most epochs of any recipe: a tiny model needs fewer. Null: as many as the recipe says."""
     dataloader_workers: Annotated[int, Field(ge=0, le=256)] = 4
     place: Literal["here", "slurm"] = "here"
@@ -183,7 +188,7 @@ class ProfileParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoraParams:
-    rank: Positive
+    rank: Size
     """Adapter width."""
     alpha: Rate
     """The adapter's output is scaled by alpha / rank."""
@@ -248,16 +253,16 @@ class RecipeParams:
     learning_rate: Rate
     part_learning_rates: dict[Part, Rate] = Field(default_factory=dict)
     """Learning rates of parts that differ from `learning_rate`."""
-    epochs: Positive = 3
+    epochs: Epochs = 3
     max_steps: Positive | None = None
     """Stop after this number of optimizer steps, before the epochs are over."""
-    effective_batch: Positive = 16
+    effective_batch: Size = 16
     """Samples in one optimizer step: micro_batch x accumulation x devices."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: Share = 0.05
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=1e12)] = 0.0
     max_grad_norm: Rate = 1.0
-    max_length: Positive = 2048
+    max_length: Size = 2048
     """Largest number of tokens of a sample, image tokens included; a longer one is an error. Only a text that the task
     allows to cut, such as the transcript of a question, is cut to fit; an answer never is."""
     validation: ValidationParams | None = Field(default_factory=ValidationParams)
@@ -296,7 +301,7 @@ class BuildParams:
     """`bases/NAME`, a dense model: the experts were trained from it, and the mixture has all of it but the MLPs."""
     experts: Annotated[tuple[ExpertParams, ...], Field(min_length=2)]
     """The experts, numbered in this order. All of them have a domain, or none has."""
-    top_k: Annotated[int, Field(ge=2)] = 2
+    top_k: Annotated[int, Field(ge=2, le=2**20)] = 2
     """Experts for each token, at most all. A single one would have weight 1, and its router no gradient."""
 
     @property
@@ -382,7 +387,7 @@ class CheckpointParams:
     """Null: no checkpoints by time."""
     every_steps: Positive | None = None
     """Null: no checkpoints by steps. A training that is asked to end is always saved."""
-    keep: Positive = 2
+    keep: Size = 2
     """Checkpoints to keep of a recipe; one more exists while it is written."""
 
 
@@ -397,7 +402,7 @@ class JobParams:
     """Time limit of one job. A longer training takes several jobs."""
     memory_gb: Rate | None = None
     """Memory of the host. Null: what the recipe's plan says."""
-    options: tuple[Annotated[str, Field(pattern=r"^--[a-z][^\s]*$")], ...] = ()
+    options: Annotated[tuple[Annotated[str, Field(pattern=r"^--[a-z][^\s]{0,997}$")], ...], Field(max_length=100)] = ()
     """More long options of sbatch, e.g. `--constraint=a100`; they override the fields above."""
 
 
