@@ -30,6 +30,7 @@ MAX_SHOWN_CHARS = 80
 
 MAX_DEPTH = 200
 """Limit of lists and mappings within each other; pydantic's parser of JSON has the same."""
+TOO_DEEP = "lists and mappings are nested too deep"
 
 T = TypeVar("T")
 
@@ -147,7 +148,7 @@ def parse_json(content: bytes | str) -> Any:
         found = from_json(content, allow_inf_nan=False)
         json.dumps(found, allow_nan=False)  # the parser takes 1e999
     except ValueError as error:
-        raise Unreadable(f"no JSON: {error}") from None
+        raise Unreadable(TOO_DEEP if "recursion limit" in str(error) else f"no JSON: {error}") from None
     return found
 
 
@@ -169,7 +170,7 @@ def parse_yaml(content: bytes | str) -> Any:
     except ReaderError as error:
         raise Unreadable(f"{error.reason}, at position {error.position}") from None
     except RecursionError:
-        raise Unreadable("lists and mappings are nested too deep") from None
+        raise Unreadable(TOO_DEEP) from None
     # The latter for `!!int x`, for escapes beyond Unicode, and for sets.
     except (YAMLError, AssertionError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise Unreadable(" ".join(str(error).split())) from None

@@ -43,10 +43,10 @@ OPTIMIZERS: dict[Optimizer, OptimizerTraits] = {
 """Keys are the names in transformers' TrainingArguments.optim."""
 
 Positive = Annotated[int, Field(ge=1, le=10**9)]
-"""What a run counts: samples, steps, pixels, minutes. The limits here and below are above every sensible value, and
+"""A count of a run: samples, steps, pixels, minutes. The limits here and below are above every sensible value, and
 below those at which a run would fail late."""
 Size = Annotated[int, Field(ge=1, le=2**20)]
-"""What one step holds: tokens, samples of a batch, the width of an adapter."""
+"""A size within one step: tokens, samples of a batch, the width of an adapter."""
 Epochs = Annotated[int, Field(ge=1, le=10_000)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1e12)]

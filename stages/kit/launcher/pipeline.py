@@ -15,11 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.provenance import PROVENANCE_DIR
+from stages.core.records import read_settings
 from stages.kit.evaluation.vllm.environment import TARGETS
 from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.process import Image, triton_dir
@@ -106,10 +105,11 @@ def declared_stages(workspace_dir: Path) -> list[DeclaredStage]:
     """
     if not (workspace_dir / "dvc.yaml").exists():
         return []
-    yaml = YAML(typ="safe")
-    entries = yaml.load(workspace_dir / "dvc.yaml")["stages"]
-    params = yaml.load(workspace_dir / "params.yaml")
-    return [stage for name, entry in entries.items() for stage in _instances(name, entry, params)]
+    pipeline, params = (read_settings(dict[str, Any], workspace_dir / name) for name in ("dvc.yaml", "params.yaml"))
+    try:
+        return [stage for name, entry in pipeline["stages"].items() for stage in _instances(name, entry, params)]
+    except (AttributeError, LookupError, TypeError) as error:
+        raise UserError(f"dvc.yaml cannot be filled in from params.yaml: {error!r}; dvc status says more") from None
 
 
 def _instances(name: str, entry: dict[str, Any], params: dict[str, Any]) -> Iterator[DeclaredStage]:

@@ -5,7 +5,6 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
-from stages.core.records import nearest, shown
+from stages.core.records import nearest, parse_json, shown
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""
@@ -190,10 +189,8 @@ def require_weights(folder: Path) -> None:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path.parent} is no model folder: {path.name} is missing") from None
-    except RecursionError:
-        raise UserError(f"{path} is damaged: its lists are nested too deep") from None
     except (ValueError, OSError) as error:
         raise UserError(f"{path} is damaged: {error}") from None

@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest, file_digests, json_digest
-from stages.core.records import publish_text
+from stages.core.records import parse_json, publish_text
 
 MANIFEST, IDENTITY, LOCK, FINISHED = "manifest.json", "fingerprint.json", "lock", "finished"
 
@@ -137,7 +137,7 @@ def damage(checkpoint: Path) -> str | None:
             path = checkpoint / name
             if file_digest(path) != digest:
                 return f"{path} differs from its digest in {checkpoint.name}/{MANIFEST}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{path} is damaged, or {checkpoint.name}/{MANIFEST} is: {error}"
     if not digests:
         return f"{path} is damaged: {checkpoint.name}/{MANIFEST} names no file"
@@ -189,7 +189,7 @@ def _log_differences(own: Path, identity: Mapping[str, str]) -> None:
     for folder in _trainings(own.parent):
         if folder != own and (steps := _steps(folder)):
             with suppress(OSError, ValueError, AttributeError):
-                other = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
+                other = parse_json((folder / IDENTITY).read_bytes())
                 differing = ", ".join(name for name, value in identity.items() if other.get(name) != value)
                 log.info("not resuming from step %d of another training, which differs in: %s", steps[-1], differing)
 

@@ -227,6 +227,9 @@ def test_another_folder_and_a_damaged_lock_file_are_refused(
 ) -> None:
     Path("dvc.lock").write_text("stages: [1")
     assert "git checkout HEAD -- dvc.lock" in verify().output
+    for params, problem in (("a: " + "[" * 100_000, "nested too deep"), ("recipes: 3", "cannot be filled in")):
+        Path("params.yaml").write_text(params)
+        assert problem in verify().output
     monkeypatch.chdir(tmp_path)
     assert "run from the top of the repository" in verify().output
 
