@@ -108,8 +108,9 @@ publish: setup ## Write a run as a folder to publish, data/published/RUN; SEND=1
 		echo "Look at data/published/$(RUN)/README.md. Nothing was sent; that does: make publish RUN=$(RUN) TO=OWNER/NAME SEND=1")
 
 .PHONY: compare
-compare: ## Compare recipes over the seeds of all experiments (TASK=; EXPERIMENTS="one two"; OVER='recipes.*.learning_rate')
-	@$(python) -m tools.compare $(TASK) $(EXPERIMENTS) $(if $(OVER),--over '$(OVER)')
+compare: ## Compare recipes over all seeds (TASK=; EXPERIMENTS=, OVER='recipes.*.learning_rate', RACE=0.03: train to the best)
+	@$(python) -m tools.compare $(TASK) $(EXPERIMENTS) $(if $(OVER),--over '$(OVER)') \
+		$(if $(RACE),--race $(RACE)) $(if $(JOBS),--jobs $(JOBS))
 
 .PHONY: report
 report: ## Open the last comparison in a browser (TASK=)

@@ -1,37 +1,61 @@
-"""Simulated rates of claiming a difference that is not there, and of finding one that is.
+"""Simulated rates of claiming what is not so, and of finding what is.
 
 Reads   nothing
-Writes  nothing; prints the table of docs/statistics.md
+Writes  nothing; prints the tables of docs/statistics.md
 Run     python -m tests.benchmarks.false_claims --reports 1000
 
-A simulated report has six recipes on the same samples and ten questions, those of detection. Recipes differ in which
-samples they happen to be good at, trainings of a recipe by luck, samples in how hard they are; on average all recipes
-are equally good. `false claims` is the share of reports with any claim; `found` the share of the five questions about a
-recipe that is truly better in which that is shown; `crossed bootstrap` the false claims of what redraws seeds and
-samples, corrected too. Where models are compared (one seed), luck of training would be a true difference between
-them: there it is left out.
+A simulated report has six recipes on the same samples and ten questions, those of detection, and what matters is
+MATTERS. Recipes differ in which samples they happen to be good at, trainings of a recipe by luck, samples in how hard
+they are; on average all recipes are equally good, or the first is better.
+
+First table, a report: `false claims` is the share of reports with any claim though nothing differs; `beside a true one`
+that of reports with a false one where the first recipe is better; `found` the share of the five questions about that
+recipe in which it is shown. Second table, a race: `wrong` is the share of races that name a recipe which is worse than
+the best by what matters; `fewer` how many trainings a race saves against a fixed number of seeds of each recipe that
+decides as often. Where models are compared (one seed), luck of training would be a true difference between them: there
+it is left out.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, partial
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 
-from stages.kit.statistics import Floats, Statistic, as_family, corpus_f1, difference, holm, perplexity, sample_mean
+from stages.kit.reporting.evidence import (
+    LOOK_LEVELS,
+    LOOKS,
+    SHARE_OF_DIFFERENCES,
+    Evidence,
+    Race,
+    as_family,
+    closed,
+    difference,
+    differences,
+    holm,
+    possible_sets,
+    summarize,
+)
+from stages.kit.statistics import Floats, Statistic, corpus_f1, perplexity, sample_mean
 
-SAMPLES = (7, 20, 50, 128)
-SEEDS = (1, 2, 3, 5)
 RECIPES = 6
 QUESTIONS = (*((recipe, 0) for recipe in range(1, RECIPES)), (1, 2), (1, 3), (2, 3), (3, 4), (4, 5))
+SETS = possible_sets(QUESTIONS) or ()
 LUCK = 0.25
 """Standard deviation between trainings, in logits: some 0.03 of a mean IoU."""
 SHIFT = 0.6
 """Advantage of the better recipe, in logits."""
+FAILED = 2.6
+"""Logits that a failed training loses."""
+FIXED = tuple(range(LOOKS[0], LOOKS[-1] + 1))
+"""Seeds of each recipe without a race."""
+CHUNK = 2_000_000
+"""Scores drawn at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +63,10 @@ class Kind:
     name: str
     statistic: Statistic
     higher_is_better: bool
+    matters: float
+    """The smallest difference that matters: about a third of what SHIFT gives."""
     draw: Callable[[np.random.Generator, Floats, Floats], Floats]
-    """(ability in logits (..., samples), hardness (samples,)) -> scores (..., samples, columns)."""
+    """(ability in logits (..., samples), hardness (..., samples)) -> scores (..., samples, columns)."""
 
 
 def draw_ious(rng: np.random.Generator, ability: Floats, hardness: Floats) -> Floats:
@@ -66,37 +92,204 @@ def draw_nats(rng: np.random.Generator, ability: Floats, hardness: Floats) -> Fl
 
 
 KINDS = (
-    Kind(name="IoU", statistic=sample_mean, higher_is_better=True, draw=draw_ious),
-    Kind(name="corpus F1", statistic=corpus_f1, higher_is_better=True, draw=draw_counts),
-    Kind(name="perplexity", statistic=perplexity, higher_is_better=False, draw=draw_nats),
+    Kind(name="IoU", statistic=sample_mean, higher_is_better=True, matters=0.03, draw=draw_ious),
+    Kind(name="corpus F1", statistic=corpus_f1, higher_is_better=True, matters=0.025, draw=draw_counts),
+    Kind(name="perplexity", statistic=perplexity, higher_is_better=False, matters=0.13, draw=draw_nats),
 )
 
 
+def equal(rng: np.random.Generator, reports: int) -> Floats:
+    """Standard deviation between trainings of each recipe, in logits: (reports, recipes); the others too."""
+    return np.full((reports, RECIPES), LUCK)
+
+
+def lognormal(rng: np.random.Generator, reports: int) -> Floats:
+    return LUCK * np.exp(rng.normal(0, 0.5, (reports, RECIPES)))
+
+
+def one_four_times(rng: np.random.Generator, reports: int) -> Floats:
+    return rng.permuted(np.tile(LUCK * np.array([2.0] + [0.5] * (RECIPES - 1)), (reports, 1)), axis=1)
+
+
+def half_nearly_none(rng: np.random.Generator, reports: int) -> Floats:
+    return rng.permuted(np.tile(np.where(np.arange(RECIPES) % 2, LUCK, LUCK * 0.2), (reports, 1)), axis=1)
+
+
+SPREADS = {
+    "equal": equal,
+    "lognormal 0.5": lognormal,
+    "one four times": one_four_times,
+    "half nearly none": half_nearly_none,
+    "15% failed": equal,
+}
+
+
+def drawn(
+    rng: np.random.Generator, kind: Kind, spread: str, shape: tuple[int, int, int], shifts: Sequence[float]
+) -> Iterator[Floats]:
+    """Scores (reports, recipes, seeds, samples, columns) of all reports, some at a time.
+
+    shape: (reports, seeds, samples); one seed is a model without luck. shifts: advantage of each recipe, in logits.
+    """
+    reports, seeds, samples = shape
+    at_once = max(1, CHUNK // (RECIPES * seeds * samples))
+    for start in range(0, reports, at_once):
+        number = min(at_once, reports - start)
+        hardness = rng.normal(0, 1, (number, 1, 1, samples))
+        taste = rng.normal(0, 0.5, (number, RECIPES, 1, samples))
+        luck = rng.normal(0, 1, (number, RECIPES, seeds, 1)) * SPREADS[spread](rng, number)[..., None, None]
+        if spread.endswith("failed"):
+            luck -= FAILED * (rng.random(luck.shape) < 0.15)
+        noise = rng.normal(0, 0.7, (number, RECIPES, seeds, samples))
+        ability = 1.2 - hardness + taste + (luck if seeds > 1 else 0) + noise + np.reshape(shifts, (-1, 1, 1))
+        yield kind.draw(rng, ability, hardness)
+
+
 @click.command(help=__doc__)
-@click.option("--reports", default=1000, show_default=True, help="Simulated for each row.")
-@click.option("--limits", is_flag=True, help="Simulate what the tests do not hold for instead.")
-def main(reports: int, limits: bool) -> None:
+@click.option("--reports", default=1000, help="Simulated reports and races a row.")
+@click.option("--limits", is_flag=True, help="Print what the promise does not hold for.")
+@click.option("--only", type=click.Choice(["reports", "races"]), help="One of the two tables.")
+def main(reports: int, limits: bool, only: str | None) -> None:
     if limits:
         print_limits(reports)
-    else:
-        print_table(reports)
+        return
+    if only != "races":
+        print_reports(reports)
+    if only != "reports":
+        print_races(reports)
 
 
-def print_table(reports: int) -> None:
-    click.echo("| score | seeds | samples | false claims | better by | found | crossed bootstrap |")
-    click.echo("|---|---:|---:|---:|---:|---:|---:|")
-    for kind, seeds, samples in itertools.product(KINDS, SEEDS, SAMPLES):
+def print_reports(reports: int) -> None:
+    click.echo(
+        "| score | spread between seeds | seeds | samples | false claims | beside a true one | better by | found |"
+    )
+    click.echo("|---|---|---:|---:|---:|---:|---:|---:|")
+    cells = [*(("none", 1, samples) for samples in (7, 20, 50, 128)), ("equal", 2, 128)]
+    cells += [(spread, seeds, samples) for spread in SPREADS for seeds in (3, 5) for samples in (50, 128, 400)]
+    first = np.array([0 in question for question in QUESTIONS])
+    for kind, (spread, seeds, samples) in itertools.product(KINDS, cells):
         rng = np.random.default_rng((seeds, samples))
-        nothing = [draw_report(rng, kind, seeds, samples, shift=0) for _ in range(reports)]
-        false = np.mean([any(claims(scores, kind)) for scores in nothing])
-        better = [draw_report(rng, kind, seeds, samples, shift=SHIFT) for _ in range(reports // 5)]
-        found = np.mean([claims(scores, kind)[0 : RECIPES - 1] for scores in better])
-        true = np.mean([kind.statistic(scores[:2].mean(axis=2)).mean(axis=1) @ [1, -1] for scores in better])
-        crossed = "–"
-        if seeds > 1:
-            crossed = f"{np.mean([crossed_bootstrap_claims(rng, each, kind) for each in nothing[: reports // 10]]):.0%}"
-        cells = (kind.name, seeds, samples, f"{false:.1%}", f"{true:+.3f}", f"{found:.0%}", crossed)
-        click.echo("| " + " | ".join(map(str, cells)) + " |")
+        number, claims = (reports, claims_of_recipes) if seeds > 1 else (reports // 2, claims_of_models)
+        draw = partial(drawn, rng, kind, "equal" if spread == "none" else spread)
+        different, as_good, _ = claims(kind, draw((number, seeds, samples), [0] * RECIPES))
+        false = different.any(axis=1).mean()
+        different, as_good, better = claims(kind, draw((number // 2, seeds, samples), [SHIFT] + [0] * (RECIPES - 1)))
+        beside = (different[:, ~first].any(axis=1) | as_good[:, first].any(axis=1)).mean()
+        figures = f"{false:.1%} | {beside:.1%} | {better:+.3f} | {different[:, first].mean():.0%}"
+        click.echo(f"| {kind.name} | {spread} | {seeds} | {samples} | {figures} |")
+
+
+Claims = tuple[NDArray[np.bool_], NDArray[np.bool_], float]
+"""Questions answered by a difference, and by "as good", (reports, questions); how much better the first recipe is."""
+
+
+def claims_of_recipes(kind: Kind, reports: Iterator[Floats]) -> Claims:
+    found = []
+    for scores in reports:
+        evidence = summarize([scores[:, recipe] for recipe in range(RECIPES)], kind.statistic)
+        gaps, spread = evidence.gaps(*np.transpose(QUESTIONS))
+        differ = closed(SETS, spread.p_value(gaps), SHARE_OF_DIFFERENCES) <= 0.05
+        p_values = np.maximum(*(spread.p_at_least(sign * gaps, kind.matters) for sign in (1, -1)))
+        as_good = ~differ & (holm(p_values) / (1 - SHARE_OF_DIFFERENCES) <= 0.05)
+        found.append((differ, as_good, evidence.means[:, 0] - evidence.means[:, 1]))
+    differ, as_good, better = map(np.concatenate, zip(*found, strict=True))
+    return differ, as_good, float(better.mean())
+
+
+def claims_of_models(kind: Kind, reports: Iterator[Floats]) -> Claims:
+    found, better = [], []
+    for scores in (report for some in reports for report in some):
+        answers = differences(
+            {str(recipe): each for recipe, each in enumerate(scores)},
+            [(str(ours), str(theirs)) for ours, theirs in QUESTIONS],
+            statistic=kind.statistic,
+            higher_is_better=kind.higher_is_better,
+            resamples=500,
+        )
+        found.append([answer.verdict in ("better", "worse") for answer in as_family(answers)])
+        better.append(-answers[0].mean)
+    return np.array(found), np.zeros_like(found), float(np.mean(better))
+
+
+SCENES = {
+    "nothing differs": [0.0] * RECIPES,
+    "one better": [SHIFT] + [0.0] * (RECIPES - 1),
+    "a ladder": [SHIFT, 0.75 * SHIFT, SHIFT / 2, SHIFT / 4, 0.0, SHIFT],
+}
+"""Advantage of each recipe in logits."""
+
+
+def print_races(races: int) -> None:
+    click.echo(
+        "| score | spread between seeds | samples | truth | matters | wrong | decided | a best one named | trainings | "
+        "without a race | fewer |"
+    )
+    click.echo("|---|---|---:|---|---:|---:|---:|---:|---:|---:|---:|")
+    for kind in KINDS:
+        cells = [(spread, 128, 1.0) for spread in SPREADS]
+        cells += [("equal", 50, 1.0), ("equal", 400, 1.0), ("equal", 128, 1 / 3)] if kind is KINDS[0] else []
+        for (spread, samples, part), (scene, shifts) in itertools.product(cells, SCENES.items()):
+            truth, size = true_scores(kind, shifts), np.abs(np.diff(true_scores(kind, SCENES["one better"])[:2]))[0]
+            rng = np.random.default_rng(samples)
+            looks = [
+                evidence_by_seeds(kind, some) for some in drawn(rng, kind, spread, (races, FIXED[-1], samples), shifts)
+            ]
+            matters = part * size
+
+            def run(plan: Sequence[tuple[int, float]]) -> tuple[NDArray[np.bool_], NDArray[np.int64], Floats]:
+                each = [raced(kind, evidence, matters, plan) for evidence in looks]  # noqa: B023 - used at once
+                done, leader, trainings = map(np.concatenate, zip(*each, strict=True))
+                return done, leader, trainings
+
+            done, leader, trainings = run(list(zip(LOOKS, LOOK_LEVELS, strict=True)))
+            behind = np.max(truth) - truth[leader]
+            fixed = np.maximum.accumulate([run([(seeds, 0.05)])[0].mean() for seeds in FIXED])
+            enough = (fixed >= done.mean() - 0.005) & (done.mean() > 0.05)
+            as_often = RECIPES * FIXED[int(np.argmax(enough))]
+            fewer = f"{as_often} | {1 - trainings.mean() / as_often:.0%}" if enough.any() else "over 72 | –"
+            click.echo(
+                f"| {kind.name} | {spread} | {samples} | {scene} | {matters:.3f} | "
+                f"{(done & (behind >= matters - 1e-9)).mean():.1%} | {done.mean():.0%} | "
+                f"{(done & (behind < 1e-9)).sum() / max(done.sum(), 1):.0%} | {trainings.mean():.1f} | {fewer} |"
+            )
+
+
+@cache
+def _true_scores(kind: Kind, shifts: tuple[float, ...]) -> Floats:
+    scores = drawn(np.random.default_rng(99), kind, "equal", (1000, 2, 400), shifts)
+    found = np.concatenate([kind.statistic(some.mean(axis=3)).mean(axis=2) for some in scores]).mean(axis=0)
+    same = {shift: found[[other == shift for other in shifts]].mean() for shift in shifts}
+    return np.array([same[shift] for shift in shifts]) * (1 if kind.higher_is_better else -1)
+
+
+def true_scores(kind: Kind, shifts: Sequence[float]) -> Floats:
+    """(recipes,), higher being better; equal for equal advantages."""
+    return _true_scores(kind, tuple(shifts))
+
+
+def evidence_by_seeds(kind: Kind, scores: Floats) -> list[Evidence]:
+    """The evidence of the first so many seeds, for each of FIXED."""
+    return [summarize([scores[:, recipe, :seeds] for recipe in range(RECIPES)], kind.statistic) for seeds in FIXED]
+
+
+def raced(
+    kind: Kind, by_seeds: Sequence[Evidence], matters: float, plan: Sequence[tuple[int, float]]
+) -> tuple[NDArray[np.bool_], NDArray[np.int64], Floats]:
+    """(whether it was decided, the recipe named, trainings) of each race, (races,). plan: seeds and level by look."""
+    races = len(by_seeds[0].means)
+    race = Race(RECIPES, matters, kind.higher_is_better, races)
+    seeds = np.zeros((races, RECIPES), np.int64)
+    for number, level in plan:
+        seeds = np.where(race.racing & ~race.done[:, None], number, seeds)
+        at = np.maximum(seeds, FIXED[0]) - FIXED[0]
+
+        def chosen(field: str) -> Floats:
+            stacked = np.stack([getattr(evidence, field) for evidence in by_seeds])
+            index = at if stacked.ndim == 3 else at[..., None]  # noqa: B023 - used at once
+            return np.take_along_axis(stacked, index[None], axis=0)[0]
+
+        race.look(Evidence(**{each.name: chosen(each.name) for each in fields(Evidence)}), level)
+    return race.done, race.leader, seeds.sum(axis=1)
 
 
 def print_limits(pairs: int) -> None:
@@ -105,50 +298,14 @@ def print_limits(pairs: int) -> None:
     for samples in (20, 50, 128):
         steady = rng.normal(0.76, 0.05, (pairs, 1, samples))
         erratic = np.where(rng.random((pairs, 1, samples)) < 0.05, 0, rng.normal(0.8, 0.05, (pairs, 1, samples)))
-        called = np.mean(
-            [difference(*pair, resamples=500).p_value <= 0.05 for pair in zip(steady, erratic, strict=True)]
-        )
+        both = zip(steady, erratic, strict=True)
+        called = np.mean([difference(*pair, resamples=500).p_value <= 0.05 for pair in both])
         click.echo(f"one steady, one with 5% misses, {samples} samples: {called:.1%}")
     failed = rng.random((pairs, 5, 1)) < 0.15
     trained = np.where(failed, 0.2, 0.6) + rng.normal(0, 0.02, (pairs, 5, 1)) + rng.normal(0, 0.1, (pairs, 5, 128))
     base = 0.85 * 0.6 + 0.15 * 0.2 + rng.normal(0, 0.1, (pairs, 1, 128))
     called = np.mean([difference(*pair).p_value <= 0.05 for pair in zip(trained, base, strict=True)])
     click.echo(f"15% of trainings fail, 5 seeds against a base, 128 samples: {called:.1%}")
-
-
-def draw_report(rng: np.random.Generator, kind: Kind, seeds: int, samples: int, *, shift: float) -> Floats:
-    """Scores (recipes, seeds, samples, columns); the first recipe is better by `shift`."""
-    hardness = rng.normal(0, 1, samples)
-    taste = rng.normal(0, 0.5, (RECIPES, 1, samples))
-    luck = rng.normal(0, LUCK if seeds > 1 else 0, (RECIPES, seeds, 1))
-    ability = 1.2 - hardness + taste + luck + rng.normal(0, 0.7, (RECIPES, seeds, samples))
-    ability[0] += shift
-    return kind.draw(rng, ability, hardness)
-
-
-def claims(scores: Floats, kind: Kind) -> list[bool]:
-    """Whether anything is claimed, for each question."""
-    compare = partial(difference, statistic=kind.statistic, higher_is_better=kind.higher_is_better, resamples=500)
-    answers = [compare(scores[ours], scores[theirs]) for ours, theirs in QUESTIONS]
-    return [answer.verdict in ("better", "worse") for answer in as_family(answers)]
-
-
-def crossed_bootstrap_claims(rng: np.random.Generator, scores: Floats, kind: Kind) -> bool:
-    """Whether a bootstrap of seeds and samples claims anything."""
-    _, seeds, samples, _ = scores.shape
-    p_values: list[float] = []
-    for ours, theirs in QUESTIONS:
-        redrawn = []
-        for _ in range(500):
-            rows = rng.integers(0, samples, samples)
-            values = [
-                kind.statistic(scores[recipe][rng.integers(0, seeds, seeds)][:, rows].mean(axis=1)).mean()
-                for recipe in (ours, theirs)
-            ]
-            redrawn.append(values[0] - values[1])
-        above = float(np.mean(np.array(redrawn) > 0))
-        p_values.append(2 * min(above, 1 - above))
-    return min(holm(p_values)) <= 0.05
 
 
 if __name__ == "__main__":

@@ -5,14 +5,17 @@ Reads   the cards of a task's runs in the workspace and in the experiments of HE
 Writes  data/report/TASK/over-seed/, the same files as the comparison of one workspace; with --over nothing
 Run     python -m tools.compare detection
         python -m tools.compare detection --over 'recipes.*.learning_rate'
+        python -m tools.compare detection --race 0.03
 
 Experiments that differ in more than the seed, and in the settings of --over, are not mixed: an error if they are named,
 else they are left out and listed, as are those that failed or have not run. --over ranks the values of a setting for
 each recipe, on samples that no report scores (`scored: selection`), and prints the command that trains the best.
+--race trains the recipes under more and more seeds until one is known to be the best, or within so much of the best.
 """
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -38,10 +41,11 @@ from stages.kit.reporting.compare import (
     read_contenders,
     read_task_run,
 )
+from stages.kit.reporting.evidence import Score, score
 from stages.kit.reporting.runs import Run, different_models, refuse_different_samples
 from stages.kit.reporting.tables import Column, Row, Table, terminal_table
-from stages.kit.statistics import Score, score
 from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words
+from tools.compare.race import cost_words, racing_seeds, run_queue, runs_by_seed, standing, train
 
 Candidate: TypeAlias = tuple[tuple[str, ...], Score]
 """Values of the varied settings, `PATH=VALUE` each with its path in params.yaml, and what a recipe scores with them."""
@@ -51,25 +55,38 @@ Candidate: TypeAlias = tuple[tuple[str, ...], Score]
 @click.argument("task")
 @click.argument("experiments", nargs=-1)
 @click.option("--over", help="Pattern of the settings to choose, e.g. recipes.*.learning_rate.")
-def main(task: str, experiments: tuple[str, ...], over: str | None) -> None:
+@click.option("--race", type=click.FloatRange(min=0, min_open=True), help="Train until the best is known to this.")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, help="Experiments of a race at once.")
+def main(task: str, experiments: tuple[str, ...], over: str | None, race: float | None, jobs: int) -> None:
     params, console = load_params(), Console(highlight=False)
     if over:
         choose_settings(params, task, experiments, over, console=console)
+    elif race:
+        hold_race(params, task, race, jobs=jobs, console=console)
     else:
         compare_experiments(params, task, experiments, console=console)
 
 
-def compare_experiments(params: Params, task: str, names: Sequence[str], *, console: Console) -> Comparison:
+def compare_experiments(
+    params: Params,
+    task: str,
+    names: Sequence[str],
+    *,
+    console: Console,
+    matters: float | None = None,
+    race: Sequence[str] = (),
+) -> Comparison:
     """Compare, write and print.
 
     names: the experiments to compare; empty for the workspace and all experiments of HEAD that compare with it.
+    matters: the smallest difference that matters; None for that of params.yaml. race: its sentences, if there was one.
     Raises UserError if there are not two seeds, and if those named differ in more.
     """
     report = load_report(params, task)
     with tempfile.TemporaryDirectory() as folder:
         found, left_out = comparable(task, names, Path(folder))
         contenders = read_contenders(params, task, report, [each.data_dir for each in found])
-        comparison = compare(report, contenders)
+        comparison = compare(report, contenders, matters=matters or params.compare.matters)
         listed = ", ".join(each.name for each in found)
         if not comparison.over_seeds:
             raise UserError(
@@ -79,10 +96,45 @@ def compare_experiments(params: Params, task: str, names: Sequence[str], *, cons
         seeds = sorted({run.plan.seed for run in comparison.all_runs if run.plan})
         notes = [f"Seeds {', '.join(map(str, seeds))}, of {len(found)} experiments: {listed}."]
         notes += [f"{left_out_words(left_out)}."] if left_out else []
+        if race:
+            notes += [*race[-1:], "The other sentences do not take into account that seeds were added until then."]
         notes += _missing_words(found, task, [each.name for each in contenders])
         comparison = replace(comparison, notes=tuple(notes))
         write_report(comparison, Path("data/report", task, "over-seed"), profile=params.profile, console=console)
     return comparison
+
+
+def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: Console) -> None:
+    """Train seeds until the best recipe is known, and print who is in the race after each round; then compare.
+
+    Raises UserError if an experiment does not give what it was run for.
+    """
+    report, seeds = load_report(params, task), racing_seeds(params)
+    baselines = [name for name, base in params.baselines.items() if base.task == task]
+    queued: set[tuple[int, str]] = set()
+    for number in itertools.count():
+        with tempfile.TemporaryDirectory() as folder:
+            found, left_out = comparable(task, (), Path(folder))
+            runs = runs_by_seed(params, report, found)
+            now = standing(report, runs, seeds, matters)
+        if number == 0:
+            console.print(Text(cost_words(runs, seeds)), soft_wrap=True)
+            if {"queued", "running"} & set(left_out.values()):  # by a race that was interrupted
+                run_queue(jobs)
+                continue
+        console.print(Text(" ".join(now.words[-1:])), soft_wrap=True)
+        if not now.missing:
+            break
+        needed = {(seed, name) for seed, names in now.missing.items() for name in names}
+        if lost := sorted(queued & needed):
+            seed, name = lost[0]
+            raise UserError(
+                f"{name} was queued under seed {seed}, and there is no result to compare ({left_out_words(left_out)}); "
+                "see dvc queue status and dvc queue logs NAME; the same command goes on with the race"
+            )
+        queued |= needed
+        train(now.missing, baselines, jobs=jobs, console=console)
+    compare_experiments(params, task, (), console=console, matters=matters, race=now.words)
 
 
 def choose_settings(params: Params, task: str, names: Sequence[str], pattern: str, *, console: Console) -> None:

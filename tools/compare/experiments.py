@@ -59,7 +59,7 @@ def comparable(
 
     names: the experiments to compare; empty for the workspace and all experiments of HEAD.
     varied: pattern of the settings that are meant to differ beside the seed.
-    Raises UserError if none has a model of the task, and if those named do not compare.
+    Raises UserError if those named do not compare.
     """
     revisions, left_out = ({name: name for name in names}, {}) if names else named_revisions()
     found = [fetch(name, revision, task, folder) for name, revision in revisions.items()]
@@ -79,12 +79,7 @@ def comparable(
     for other in found[1:]:
         if differing := unlike([found[0], other], task, varied):
             left_out[other.name] = f"unlike {found[0].name} in {join_truncated([*differing])}"
-    found = [each for each in found if each.name not in left_out]
-    if not found:
-        raise UserError(
-            f"no experiment has a model of task {task} ({left_out_words(left_out)}); run: dvc repro compare@{task}"
-        )
-    return found, left_out
+    return [each for each in found if each.name not in left_out], left_out
 
 
 def left_out_words(reasons: Mapping[str, str]) -> str:

@@ -352,6 +352,15 @@ class DataParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class CompareParams:
+    """Comparisons over seeds. No result depends on it."""
+
+    matters: Rate | None = None
+    """The smallest difference that matters, in the unit of the task's first metric: recipes that differ by less are
+    called as good. Null: none is."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrackingParams:
     wandb: bool = False
     wandb_mode: Literal["offline", "online"] = "offline"
@@ -435,6 +444,7 @@ class Params:
     """Seed of every training: order of samples, new weights, dropout. A recipe may have its own."""
     scored: Literal["val", "selection"] = "val"
     """The split that models are evaluated on: the validation split, or the samples that `data.selection` sets aside."""
+    compare: CompareParams = Field(default_factory=CompareParams)
     data: DataParams
     tracking: TrackingParams
     checkpoints: CheckpointParams = Field(default_factory=CheckpointParams)

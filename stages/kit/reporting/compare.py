@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +13,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
 from stages.kit.planning.memory_use import stage_memory_path
+from stages.kit.reporting.evidence import MAX_SEEDS, Difference, Score, as_family, differences, score
 from stages.kit.reporting.runs import (
     Run,
     cards_dir,
@@ -22,18 +22,9 @@ from stages.kit.reporting.runs import (
     read_run,
     refuse_different_samples,
 )
-from stages.kit.statistics import (
-    Difference,
-    Floats,
-    Interval,
-    Score,
-    Statistic,
-    as_family,
-    difference,
-    sample_mean,
-    score,
-)
+from stages.kit.statistics import Floats, Interval, Statistic, sample_mean
 
+_BEST = "the best"
 UNAVAILABLE = "unavailable"
 """Value in metrics.json of a figure that could not be computed; never 0."""
 
@@ -171,7 +162,7 @@ class Contender:
         return ", ".join(filter(None, [self.answers and f"answers of {self.answers}", stages, left_out]))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Insight:
     """A question and its answer."""
 
@@ -228,11 +219,13 @@ class Comparison:
         return len(self.best.run.samples)
 
 
-def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
+def compare(report: TaskReport, contenders: Sequence[Contender], *, matters: float | None = None) -> Comparison:
     """Rank, and answer every question that the runs can answer. All of them are one family (`as_family`).
 
     contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`). If one of
-    them has several runs, recipes are compared, and those with a single training take no part.
+        them has several runs, recipes are compared, and those with a single training take no part.
+    matters: the smallest difference that matters, in the unit of the primary metric; None if no recipe is called as
+        good as another.
     """
     over_seeds = any(len(contender.runs) > 1 for contender in contenders)
     contenders = [replace(each, left_out=_why_left_out(each, over_seeds=over_seeds)) for each in contenders]
@@ -241,11 +234,12 @@ def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
     sign = 1 if report.primary.higher_is_better else -1
     best, *rivals = sorted(compared, key=lambda contender: sign * contender.score.mean, reverse=True)
     by_name = {contender.name: contender for contender in contenders}
-    insights = [_insight(report, question, by_name) for question in _questions(report, by_name)]
-    of_best = [_insight(report, Question("the best", best.name, rival.name), by_name) for rival in rivals]
+    insights = _insights(report, _questions(report, by_name), by_name, matters)
+    of_best = _insights(report, [Question(_BEST, best.name, rival.name) for rival in rivals], by_name, None)
     # Whether the best is better than every other is one more question; the rival with the least evidence answers it.
     corrected = _corrected(
-        [*insights, *sorted(of_best, key=lambda each: each.difference.p_value if each.difference else 0)[-1:]]
+        [*insights, *sorted(of_best, key=lambda each: each.difference.p_value if each.difference else 0)[-1:]],
+        over_seeds=over_seeds,
     )
     over_rival = next(iter(corrected[len(insights) :]), None)
     return Comparison(
@@ -361,12 +355,29 @@ def interval_words(interval: Interval | None, *, sign: str = "") -> str:
 
 
 def difference_words(ours: str, theirs: str, difference: Difference) -> str:
-    """The verdict as a sentence without its full stop: `r4 is better than r1 by +0.050 [+0.020, +0.080], p 0.003`.
+    """The verdict as a sentence without its full stop: what is claimed, how far apart they are, what would settle it.
 
-    If each was trained once, the sentence is about their models. The p-value is the corrected one.
+    If each was trained once, the sentence is about their models, and has the corrected p-value.
     """
     if not difference.of_recipes:
-        ours, theirs = f"the model of {ours}", f"that of {theirs}"
+        return _models_words(f"the model of {ours}", f"that of {theirs}", difference)
+    found = difference.interval
+    amount = f"{difference.mean:+.3f}" + (f", likely between {found.low:+.3f} and {found.high:+.3f}" if found else "")
+    match difference.verdict:
+        case "too few samples":
+            return f"{_too_few(difference.samples)} {ours} from {theirs} ({amount})"
+        case "no difference shown":
+            needed = difference.seeds_needed()
+            more = f"about {needed} seeds of each" if needed else f"more samples, or over {MAX_SEEDS} seeds of each,"
+            settle = f"{more} would settle whether a difference as large as that is real"
+            return f"not settled whether {ours} or {theirs} is better ({amount}); {settle}"
+        case "as good":
+            return f"{ours} is as good as {theirs}: the two differ by less than {difference.matters:g} ({amount})"
+        case verdict:
+            return f"{ours} is {verdict} than {theirs} by {amount}"
+
+
+def _models_words(ours: str, theirs: str, difference: Difference) -> str:
     amount = f"{difference.mean:+.3f}{interval_words(difference.interval, sign='+')}"
     p_value = f"p {p_words(difference.adjusted_p)}"
     match difference.verdict:
@@ -448,25 +459,46 @@ def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Que
     )
 
 
-def _insight(report: TaskReport, question: Question, by_name: Mapping[str, Contender]) -> Insight:
-    """The answer to a question, not yet corrected for the number of questions."""
-    ours, theirs = by_name[question.ours], by_name[question.theirs]
-    metric = next(metric for metric in report.measured if metric.key == (question.metric or report.primary.key))
-    answer = partial(Insight, topic=question.topic, ours=ours.name, theirs=theirs.name, metric=metric)
-    if reasons := list(filter(None, dict.fromkeys([ours.left_out, theirs.left_out]))):
-        return answer(unanswered="; ".join(reasons))
-    if ours.scores[metric.key] is None:
-        return answer(unanswered=f"no sample is about {metric.heading}")
-    evidence = (np.stack([evidence_of(metric, run) for run in contender.runs]) for contender in (ours, theirs))
-    return answer(
-        difference=difference(*evidence, statistic=metric.statistic, higher_is_better=metric.higher_is_better)
-    )
+def _insights(
+    report: TaskReport, questions: Sequence[Question], by_name: Mapping[str, Contender], matters: float | None
+) -> list[Insight]:
+    """The answers to questions, not yet corrected for their number."""
+    insights = []
+    for question in questions:
+        ours, theirs = by_name[question.ours], by_name[question.theirs]
+        metric = next(metric for metric in report.measured if metric.key == (question.metric or report.primary.key))
+        unanswered = "; ".join(filter(None, dict.fromkeys([ours.left_out, theirs.left_out])))
+        if not unanswered and ours.scores[metric.key] is None:
+            unanswered = f"no sample is about {metric.heading}"
+        insights.append(Insight(question.topic, ours.name, theirs.name, metric, unanswered=unanswered))
+    for metric in dict.fromkeys(insight.metric for insight in insights if not insight.unanswered):
+        about = [index for index, each in enumerate(insights) if each.metric is metric and not each.unanswered]
+        recipes = {
+            name: np.stack([evidence_of(metric, run) for run in contender.runs])
+            for name, contender in by_name.items()
+            if not contender.left_out and contender.scores[metric.key] is not None
+        }
+        found = differences(
+            recipes,
+            [(insights[index].ours, insights[index].theirs) for index in about],
+            statistic=metric.statistic,
+            higher_is_better=metric.higher_is_better,
+            matters=matters if metric is report.primary else None,
+        )
+        for index, difference in zip(about, found, strict=True):
+            insights[index] = replace(insights[index], difference=difference)
+    return insights
 
 
-def _corrected(insights: Sequence[Insight]) -> list[Insight]:
+def _corrected(insights: Sequence[Insight], *, over_seeds: bool) -> list[Insight]:
     """The insights, those with an answer corrected as one family."""
-    differences = iter(as_family([insight.difference for insight in insights if insight.difference]))
-    return [replace(insight, difference=next(differences)) if insight.difference else insight for insight in insights]
+    answered = [insight for insight in insights if insight.difference]
+    # Equal by one metric is not equal by another, and which two the last question is about is not known before.
+    subjects = [_BEST if each.topic == _BEST else each.metric.key for each in answered]
+    pairs = [((subject, each.ours), (subject, each.theirs)) for subject, each in zip(subjects, answered, strict=True)]
+    found = as_family([each.difference for each in answered if each.difference], pairs if over_seeds else None)
+    corrected = iter(found)
+    return [replace(each, difference=next(corrected)) if each.difference else each for each in insights]
 
 
 def _is_shown(insight: Insight) -> bool:
@@ -499,7 +531,11 @@ def _headline(
         if over_rival.difference.verdict == "too few samples":
             words += _too_few(over_rival.difference.samples)
         else:
-            words += f"no difference is shown against {other}{over_rival.theirs}"
+            words += (
+                f"no difference is shown against {other}{over_rival.theirs}"
+                if other
+                else f"{over_rival.theirs} may be as good or better"
+            )
     return (f"The{words[3:]}" if words.startswith("the ") else words) + "."
 
 

@@ -17,6 +17,7 @@ from stages.core.params.schema import PARTS
 from stages.core.provenance import Provenance
 from stages.kit.planning.plan import Plan
 from stages.kit.reporting.compare import Comparison, Insight, Metric, p_words
+from stages.kit.reporting.evidence import MAX_SEEDS, POWER
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import (
     ABSENT,
@@ -29,7 +30,7 @@ from stages.kit.reporting.tables import (
     markdown,
     terminal_table,
 )
-from stages.kit.statistics import LEVEL, MAX_SEEDS, POWER
+from stages.kit.statistics import LEVEL
 
 TEXT_WIDTH = 120
 """Characters; the width of table.txt."""
@@ -207,7 +208,14 @@ def _seeds_needed(insight: Insight) -> str:
 def design_words(comparison: Comparison) -> list[str]:
     """The limits that samples, seeds, split and engines set to the claims of the report, a sentence or two each."""
     samples = f"{comparison.num_samples} samples; intervals are {LEVEL:.0%}, paired by sample."
-    if families := [insight.difference.family for insight in comparison.insights if insight.difference]:
+    families = [insight.difference.family for insight in comparison.insights if insight.difference]
+    if families and comparison.over_seeds:
+        samples += (
+            f" Of such reports, with {families[0]} questions each, at most one in twenty calls anything better, worse "
+            "or as good that is not. The recipes are assumed to vary between seeds about as much as one another, and "
+            "none less than its own trainings do."
+        )
+    elif families:
         samples += f" p is corrected for {families[0]} questions."
     return [
         samples,
@@ -232,7 +240,7 @@ def _power_words(comparison: Comparison) -> Iterator[str]:
 def _seed_words(comparison: Comparison) -> Iterator[str]:
     recipes = [contender for contender in comparison.evaluated if contender.baseline]
     if comparison.over_seeds and min(len(recipe.runs) for recipe in recipes) < 3:
-        yield "Two seeds hardly show how far seeds lie apart: take three or more."
+        yield "Two seeds hardly show how much seeds vary: from three of each on, recipes share what they know of it."
     if not comparison.over_seeds and recipes:
         yield (
             "Each recipe was trained once: this compares these models, not the recipes, which give other models under "

@@ -21,11 +21,12 @@ from stages.kit.reporting.compare import (
     difference_words,
     score_contender,
 )
+from stages.kit.reporting.evidence import difference
 from stages.kit.reporting.page import _difference_drawing
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.sections import comparison_table, design_words, flat_metrics
 from stages.kit.reporting.tables import cell_text
-from stages.kit.statistics import Floats, Interval, difference
+from stages.kit.statistics import Floats, Interval
 
 REPORT = TaskReport(
     task="a-task",
@@ -108,10 +109,10 @@ def test_too_few_samples_decide_nothing(num_samples: int, words: str) -> None:
 
 
 def test_words_follow_the_verdict_and_name_models_if_each_was_trained_once() -> None:
-    def words(shift: float, samples: int = 60, trainings: int = 1) -> str:
+    def words(shift: float, samples: int = 60, trainings: int = 1, matters: float | None = None) -> str:
         ours = np.stack([scores_around(0.5 + shift, seed) for seed in range(trainings)])[:, :samples]
         theirs = np.stack([scores_around(0.5, 10 + seed) for seed in range(trainings)])[:, :samples]
-        return difference_words("r4", "r1", difference(ours, theirs))
+        return difference_words("r4", "r1", difference(ours, theirs, matters=matters))
 
     models = "the model of r4 is {} than that of r1 by {}0.0"
     assert words(0.05).startswith(models.format("better", "+"))
@@ -120,7 +121,11 @@ def test_words_follow_the_verdict_and_name_models_if_each_was_trained_once() -> 
     assert words(0).startswith("no difference shown between the model of r4 and that of r1 (")
     assert words(0.5, samples=4).startswith("4 samples are too few to tell the model of r4 from that of r1 (+0.5")
     assert words(0.05, trainings=3).startswith("r4 is better than r1 by +0.0")
-    assert words(0, trainings=3).startswith("no difference shown between r4 and r1 (")
+    assert words(0.005, trainings=3).startswith("not settled whether r4 or r1 is better (+0.0")
+    assert words(0.005, trainings=3).endswith(
+        "more samples, or over 100 seeds of each, would settle whether a difference as large as that is real"
+    )
+    assert words(0, trainings=3, matters=0.5).startswith("r4 is as good as r1: the two differ by less than 0.5 (")
 
 
 def test_recipes_are_compared_over_their_seeds() -> None:

@@ -1,0 +1,582 @@
+"""Tests of differences between models or recipes, and the evidence that a claim would take.
+
+**Two models** (each trained once), on the same samples: the swap test. If they do not differ, either could have
+produced each completion, so the difference is compared with those after swapping the two models' completions sample by
+sample. All 2^n swaps if they are at most 10,000, else as many random ones (Noreen, "Computer-Intensive Methods for
+Testing Hypotheses", 1989). It says nothing about the recipes: another seed gives another model.
+
+**Two recipes** (trained several times): seeds and samples are both drawn by chance. A difference must stand out against
+both of two errors, so that the larger p-value counts, and the wider interval:
+
+1. between seeds, on these samples: a t test of the trainings' scores;
+2. between seeds + between samples - the rest, which both of them hold, with the degrees of freedom of Satterthwaite
+   (Biometrics Bulletin 2, 1946): a quasi F ratio after Clark, "The language-as-fixed-effect fallacy", JVLVB 12, 1973,
+   with what both hold subtracted instead of added above the line.
+
+The second alone claims too much after few seeds: if these happen to agree, it trusts its many samples. The variance
+between samples of a ratio of sums, such as a corpus F1, is that of its jackknife pseudo-values (Tukey, Ann. Math. Stat.
+29, 1958).
+
+**The spread between seeds**: three trainings say little about it, and four recipes of three say more. From
+`FEWEST_TO_SHARE` trainings of each on, the recipes of a report share what they know (`shared`). Below that nothing is
+shared: two trainings that failed alike look steady.
+
+**A family**: all questions of a report. Models: Holm's method (Scand. J. Stat. 6, 1979). Recipes: closed testing
+(Marcus, Peritz, Gabriel, Biometrika 63, 1976), which knows which differences can be absent together (Shaffer, JASA 81,
+1986): two equalities make a third. A question is answered if every set of equalities that has it, and can be true, is
+refuted by Simes's test (Biometrika 73, 1986). That is proved for fewer kinds of dependence than Holm's method;
+docs/statistics.md has the simulation.
+
+**As good as**: two one-sided tests show that neither is ahead by what matters (Schuirmann, J. Pharmacokinet. Biopharm.
+15, 1987). "They are equal" and "they differ by what matters" are never both true of one question. So a set of all
+equalities has the whole error; any other has `SHARE_OF_DIFFERENCES` of it, and "they differ by what matters" the rest,
+by Holm's method. At most 5 % of reports claim anything false of either kind.
+
+**A race** (`Race`) looks several times, and spends the error over its looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import digamma, gammaincinv, nctdtrinc, polygamma, stdtr, stdtrit
+
+from stages.kit.statistics import LEVEL, Floats, Interval, Statistic, bootstrap, sample_mean
+
+POWER = 0.8
+"""Share of the reports in which a detectable difference is shown."""
+MAX_SEEDS = 100
+"""The largest number of trainings that is proposed."""
+FEWEST_TO_SHARE = 3
+"""Trainings of each recipe from which on they share what they know of the spread between seeds."""
+MOST_SHARED = 0.5
+"""Degrees of freedom that a recipe takes from the others at most, as part of all there are. With more, a report of six
+recipes, one of which varies four times as much as the others, claims something false in over 5.5 % of cases."""
+SHARE_OF_DIFFERENCES = 0.9
+"""Part of the error that better and worse have where as good as is claimed too."""
+MAX_SETS = 5000
+"""Sets of equalities that a closed test goes through; a family with more is corrected by Holm's method."""
+LOOKS = (3, 4, 6, 8, 12)
+"""Seeds after which a race looks."""
+LOOK_LEVELS = (0.01234, 0.00915, 0.01379, 0.01690, 0.02826)
+"""One-sided levels of the looks of a race, which spend 5 % in proportion to the seeds (Kim and DeMets, Biometrika 74,
+1987, rho = 1; computed by the recursion of Armitage, McPherson and Rowe, JRSS A 132, 1969)."""
+
+Pair = tuple[Hashable, Hashable]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Variances of scores, or of differences of scores, by where they come from: arrays of one shape."""
+
+    seeds: Floats
+    """Of the mean over the trainings; 0 for models."""
+    freedom: Floats
+    """Degrees of freedom of `seeds`; infinite for models."""
+    samples: Floats
+    """Over draws of all samples, as observed."""
+    rest: Floats
+    """The part of `samples` that comes from neither seeds nor samples; `seeds` has it too."""
+    num_samples: int
+
+    def errors(self) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+        """(variance, degrees of freedom) over draws of seeds, and over draws of seeds and samples."""
+        # No estimate of the rest makes the sum of both less than either of them.
+        total = self.seeds + self.samples - np.minimum(self.rest, np.minimum(self.seeds, self.samples))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            freedom = total**2 / (self.seeds**2 / self.freedom + self.samples**2 / (self.num_samples - 1))
+        return (self.seeds, self.freedom), (total, np.where(np.isnan(freedom), np.inf, freedom))
+
+    def half_width(self) -> Floats:
+        """Half the width of the interval around the score."""
+        widths = [np.sqrt(variance) * stdtrit(_finite(freedom), (1 + LEVEL) / 2) for variance, freedom in self.errors()]
+        return np.maximum(*widths)
+
+    def p_value(self, means: ArrayLike) -> Floats:
+        """Two-sided, of scores of 0."""
+        return np.maximum(*(2 * _lower_tail(-np.abs(means), *error) for error in self.errors()))
+
+    def p_at_least(self, means: ArrayLike, margin: float) -> Floats:
+        """One-sided, of scores of the margin or more."""
+        return np.maximum(*(_lower_tail(np.subtract(means, margin), *error) for error in self.errors()))
+
+    def detectable(self, alpha: float) -> float:
+        """The smallest true difference that is found at `alpha` in some 80 % of reports (`POWER`), by the noncentral t
+        distribution. Rough, as the variance that three seeds show is."""
+        sizes = []
+        for variance, freedom in self.errors():
+            finite = float(_finite(freedom))
+            sizes.append(_noncentrality(finite, float(stdtrit(finite, 1 - alpha / 2))) * math.sqrt(variance))
+        return max(sizes)
+
+    def with_seeds(self, num_seeds: int, before: int) -> Spread:
+        """The spread to expect with so many trainings instead of those before."""
+        more = (num_seeds - 1) / (before - 1)
+        return replace(self, seeds=self.seeds * before / num_seeds, freedom=self.freedom * more)
+
+
+def _finite(freedom: Floats) -> Floats:
+    return np.minimum(freedom, 1e6)
+
+
+def _lower_tail(distance: Floats, variance: Floats, freedom: Floats) -> Floats:
+    """Chance of a t-distributed error of this distance or lower; one half for no distance and no variance."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = distance / np.sqrt(variance)
+    return np.where(np.isnan(scaled), 0.5, stdtr(_finite(freedom), scaled))
+
+
+def _noncentrality(freedom: float, critical: float) -> float:
+    """Noncentrality of the t distribution that exceeds the critical value in `POWER` of all draws."""
+    if critical > 100:  # its numerator's own spread of 1 hardly counts, and scipy's inverse may take hours
+        return critical * math.sqrt(2 * float(gammaincinv(freedom / 2, POWER)) / freedom)
+    return float(nctdtrinc(freedom, 1 - POWER, critical))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Scores of a report's recipes by one metric. Arrays may have leading axes: several reports at once."""
+
+    means: Floats
+    """(..., recipes), over the trainings."""
+    variances: Floats
+    """(..., recipes), of one training's score; 0 for a model, which no seed changes."""
+    counts: Floats
+    """(..., recipes), trainings."""
+    by_sample: Floats
+    """(..., recipes, samples) jackknife pseudo-values, averaged over the trainings."""
+    rest: Floats
+    """(..., recipes), as in `Spread`."""
+
+    def gaps(self, ours: ArrayLike, theirs: ArrayLike) -> tuple[Floats, Spread]:
+        """Differences of recipes, by their index, (..., questions), and their spread."""
+
+        shape = (*self.means.shape[:-1], np.shape(ours)[-1])
+        both = [np.broadcast_to(np.asarray(each, dtype=np.int64), shape) for each in (ours, theirs)]
+
+        def of_both(values: Floats) -> list[Floats]:
+            return [np.take_along_axis(values, each, -1) for each in both]
+
+        variance, freedom = shared(self.variances, self.counts)
+        samples = self.by_sample.shape[-1]
+        one, other = (np.take_along_axis(self.by_sample, each[..., None], -2) for each in both)
+        spread = Spread(
+            seeds=np.add(*of_both(variance / self.counts)),
+            freedom=np.minimum(*of_both(freedom)),
+            samples=(one - other).var(axis=-1, ddof=1) / samples,
+            rest=np.add(*of_both(self.rest)),
+            num_samples=samples,
+        )
+        return np.subtract(*of_both(self.means)), spread
+
+
+def summarize(recipes: Sequence[Floats], statistic: Statistic) -> Evidence:
+    """recipes: each (..., trainings, samples, columns), with the same samples, two or more."""
+    means, variances, counts, by_sample, rest = zip(*(_summary(trained, statistic) for trained in recipes), strict=True)
+    return Evidence(
+        means=np.stack(means, axis=-1),
+        variances=np.stack(variances, axis=-1),
+        counts=np.stack(counts, axis=-1),
+        by_sample=np.stack(by_sample, axis=-2),
+        rest=np.stack(rest, axis=-1),
+    )
+
+
+def _summary(trained: Floats, statistic: Statistic) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """The fields of `Evidence` for one recipe, (..., trainings, samples, columns)."""
+    count, num_samples = trained.shape[-3:-1]
+    means = trained.mean(axis=-2, keepdims=True)
+    without = (num_samples * means - trained) / (num_samples - 1)
+    values = num_samples * statistic(means) - (num_samples - 1) * statistic(without)  # (..., trainings, samples)
+    scores, by_sample = statistic(means)[..., 0], values.mean(axis=-2)
+    variance, rest = np.zeros(scores.shape[:-1]), np.zeros(scores.shape[:-1])
+    if count > 1:
+        variance = scores.var(axis=-1, ddof=1)
+        overall = values.mean(axis=(-2, -1))[..., None, None]
+        residuals = values - by_sample[..., None, :] - values.mean(axis=-1, keepdims=True) + overall
+        rest = (residuals**2).sum(axis=(-2, -1)) / ((count - 1) * (num_samples - 1)) / (count * num_samples)
+    return scores.mean(axis=-1), variance, np.full(variance.shape, float(count)), by_sample, rest
+
+
+def shared(variances: Floats, counts: Floats) -> tuple[Floats, Floats]:
+    """(variance of one training's score, degrees of freedom) of each recipe as they count, (..., recipes).
+
+    The empirical Bayes estimate of Smyth, Stat. Appl. Genet. Mol. Biol. 3(1), 2004, or the recipe's own variance where
+    that is larger: a few recipes fit the prior badly, and one that truly spreads more would be called steady. So
+    sharing adds degrees of freedom and never takes spread away. A recipe trained once has no variance, and no part.
+    """
+    trained = counts > 1
+    freedom = np.where(trained, counts - 1, 1.0)
+    number = np.maximum(trained.sum(axis=-1, keepdims=True), 1)
+
+    def over_trained(values: Floats) -> Floats:
+        return np.where(trained, values, 0).sum(axis=-1, keepdims=True)
+
+    largest = np.where(trained, variances, 0).max(axis=-1, keepdims=True)
+    floored = np.maximum(variances, 1e-5 * np.where(largest > 0, largest, 1))  # the logarithm of no variance at all
+    logs = np.log(floored) - digamma(freedom / 2) + np.log(freedom / 2)
+    centre = over_trained(logs) / number
+    excess = over_trained((logs - centre) ** 2) / np.maximum(number - 1, 1)
+    excess -= over_trained(polygamma(1, freedom / 2)) / number
+    differ, total = excess > 1e-4, over_trained(freedom)
+    fitted = 2 * _inverse_trigamma(np.where(differ, excess, 1.0))
+    prior = np.minimum(np.where(differ, fitted, np.inf), MOST_SHARED * total)
+    pooled = over_trained(freedom * variances) / np.maximum(total, 1)
+    scale = np.where(differ, np.exp(centre + digamma(fitted / 2) - np.log(fitted / 2)), pooled)
+    few = np.where(trained, counts, np.inf).min(axis=-1, keepdims=True) < FEWEST_TO_SHARE
+    prior = np.where(few | (trained.sum(axis=-1, keepdims=True) < 2), 0.0, prior)
+    moderated = (prior * scale + freedom * variances) / (prior + freedom)
+    # The recipe's own trainings alone vouch for what its variance has in excess (Satterthwaite).
+    excess, together = np.maximum(variances - moderated, 0), np.minimum(prior + freedom, total)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        of_both = (moderated + excess) ** 2 / (moderated**2 / together + excess**2 / freedom)
+    together = np.where(excess > 0, of_both, together)
+    return np.where(trained, moderated + excess, 0.0), np.where(trained, together, np.inf)
+
+
+def _inverse_trigamma(values: Floats) -> Floats:
+    """Newton's method of Smyth 2004, appendix."""
+    found = 0.5 + 1 / values
+    for _ in range(30):
+        trigamma = polygamma(1, found)
+        found = found + trigamma * (1 - trigamma / values) / polygamma(2, found)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Ours minus theirs on the same samples; positive where ours is higher."""
+
+    mean: float
+    interval: Interval | None
+    """At `LEVEL`, not corrected for other questions. None below two samples."""
+    p_value: float
+    """Two-sided: the chance of a difference at least as large if there is none. Not corrected for other questions."""
+    adjusted_p: float
+    """p_value, corrected for the other questions (`as_family`)."""
+    matters: float | None = None
+    """The smallest difference that matters, in the unit of the score; None if no two recipes are called as good."""
+    p_as_good: float = 1.0
+    """The chance of a difference at least as small if the two differ by what matters."""
+    adjusted_as_good: float = 1.0
+    """p_as_good, corrected for the other questions."""
+    family: int = 1
+    """Number of questions that both are corrected for."""
+    samples: int
+    trainings: tuple[int, int] = (1, 1)
+    """Number of ours and of theirs. If both are 1, models are compared, not recipes."""
+    spread: Spread | None
+    """None below two samples."""
+    ahead: int
+    """Samples on which every model of ours is better than every model of theirs."""
+    behind: int
+    win_rate: float
+    """Share of the pairs of a model of ours and a model of theirs in which ours scores better, a tie being half a
+    pair: an estimate of P(ours > theirs) for one training each (Bouthillier et al., MLSys 2021)."""
+    higher_is_better: bool = True
+
+    @property
+    def of_recipes(self) -> bool:
+        return self.trainings != (1, 1)
+
+    @property
+    def verdict(self) -> str:
+        """ "better", "worse", "as good", "no difference shown", or "too few samples".
+
+        The exact sign test decides on too few: if nothing differs, all n signs agree with a chance of 2 / 2^n, so below
+        6 samples not even unanimity is evidence at 95 %, and below 9 it is none for ten questions.
+        """
+        if self._too_few:
+            return "too few samples"
+        if self.adjusted_p <= 1 - LEVEL:
+            return "better" if (self.mean > 0) == self.higher_is_better else "worse"
+        return "as good" if self.adjusted_as_good <= 1 - LEVEL else "no difference shown"
+
+    @property
+    def _too_few(self) -> bool:
+        return least_p(self.samples) * self.family > 1 - LEVEL
+
+    @property
+    def detectable(self) -> float | None:
+        """The smallest difference that this design shows in some 80 % of reports, the correction at its hardest.
+
+        None if the samples are too few to show any.
+        """
+        return self.spread.detectable((1 - LEVEL) / self.family) if self.spread and not self._too_few else None
+
+    def seeds_needed(self) -> int | None:
+        """Trainings of each recipe that show a difference as large as this one in some 80 % of reports.
+
+        None if no number up to `MAX_SEEDS` does on these samples, or if the spread between seeds is not known.
+        """
+        if not self.spread or not self.of_recipes or self._too_few:
+            return None
+        alpha, before = (1 - LEVEL) / self.family, min(count for count in self.trainings if count > 1)
+        expected = ((num, self.spread.with_seeds(num, before)) for num in range(2, MAX_SEEDS + 1))
+        return next((num for num, spread in expected if spread.detectable(alpha) <= abs(self.mean)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """The score of a recipe: the mean over its trainings."""
+
+    mean: float
+    interval: Interval | None
+    """Over seeds and samples; with one training only over samples. None below two samples."""
+    by_training: tuple[float, ...]
+    between_seeds: float | None
+    """Standard deviation of one training's score; None with one."""
+
+
+def score(trainings: Floats, statistic: Statistic = sample_mean) -> Score:
+    """trainings: (trainings, samples) or (trainings, samples, columns). Its interval shares nothing with others."""
+    trained = _as_trainings(trainings)
+    by_training = statistic(trained.mean(axis=1))
+    mean, count = float(by_training.mean()), len(trained)
+    if count == 1:
+        interval, deviation = bootstrap(trained[0], statistic), None
+    else:
+        interval, deviation = None, float(by_training.std(ddof=1))
+        if trained.shape[1] > 1:
+            _, variance, _, by_sample, rest = _summary(trained, statistic)
+            samples = by_sample.var(ddof=1) / len(by_sample)
+            spread = Spread(
+                seeds=variance / count,
+                freedom=np.array(count - 1.0),
+                samples=samples,
+                rest=rest,
+                num_samples=len(by_sample),
+            )
+            interval = _around(mean, float(spread.half_width()))
+    return Score(mean=mean, interval=interval, by_training=tuple(map(float, by_training)), between_seeds=deviation)
+
+
+def difference(ours: Floats, theirs: Floats, **options: Any) -> Difference:
+    """Ours minus theirs, each as in `differences`, as a family of one question."""
+    (found,) = differences({"ours": ours, "theirs": theirs}, [("ours", "theirs")], **options)
+    return found
+
+
+def differences(
+    recipes: Mapping[str, Floats],
+    pairs: Sequence[tuple[str, str]],
+    *,
+    statistic: Statistic = sample_mean,
+    higher_is_better: bool = True,
+    matters: float | None = None,
+    resamples: int = 10_000,
+) -> list[Difference]:
+    """Ours minus theirs for each pair of recipes, not corrected for their number.
+
+    recipes: (trainings, samples) or (trainings, samples, columns) each; sample i is the same in all. One training
+        beside several is a model that no seed changes, such as an untrained base. All of them share their spread.
+    higher_is_better: of the statistic; a difference keeps its sign.
+    matters: the smallest difference that matters, in the unit of the statistic; None if none is called as good.
+    resamples: swaps and redraws of the samples of two models.
+    Raises ValueError if the samples differ in number, if there are none, and for values that are not finite.
+    The same arguments give the same result, bit for bit.
+    """
+    trained = {name: _as_trainings(scores) for name, scores in recipes.items()}
+    shapes = {name: scores.shape[1:] for name, scores in trained.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"not the same samples: {shapes}")
+    places = {name: place for place, name in enumerate(trained)}
+    evidence = summarize(list(trained.values()), statistic) if next(iter(shapes.values()))[0] > 1 else None
+    sign, found = 1 if higher_is_better else -1, []
+    for name, other in pairs:
+        ours, theirs = trained[name], trained[other]
+        our_values, their_values = statistic(ours.mean(axis=1)), statistic(theirs.mean(axis=1))
+        mean, spread = float(our_values.mean() - their_values.mean()), None
+        p_value, as_good, interval = 1.0, 1.0, None
+        if evidence:
+            _, of_one = evidence.gaps([places[name]], [places[other]])
+            spread = replace(
+                of_one, **{key: getattr(of_one, key)[0] for key in ("seeds", "freedom", "samples", "rest")}
+            )
+        if len(ours) == len(theirs) == 1:
+            p_value = _swap_test(ours[0], theirs[0], statistic, resamples)
+            interval = _bootstrapped(ours[0], theirs[0], statistic, resamples)
+        elif spread:
+            p_value, interval = float(spread.p_value(mean)), _around(mean, float(spread.half_width()))
+            if matters is not None:
+                as_good = max(float(spread.p_at_least(each, matters)) for each in (mean, -mean))
+        by_sample = sign * (statistic(ours)[:, None] - statistic(theirs)[None])  # (ours, theirs, samples)
+        by_pair = sign * (our_values[:, None] - their_values[None])  # (ours, theirs)
+        p_value = max(p_value, least_p(ours.shape[1]))
+        found.append(
+            Difference(
+                mean=mean,
+                interval=interval,
+                p_value=p_value,
+                adjusted_p=p_value,
+                matters=matters,
+                p_as_good=as_good,
+                adjusted_as_good=as_good,
+                samples=ours.shape[1],
+                trainings=(len(ours), len(theirs)),
+                spread=spread,
+                ahead=int((by_sample > 0).all(axis=(0, 1)).sum()),
+                behind=int((by_sample < 0).all(axis=(0, 1)).sum()),
+                win_rate=float((by_pair > 0).mean() + (by_pair == 0).mean() / 2),
+                higher_is_better=higher_is_better,
+            )
+        )
+    return found
+
+
+def as_family(differences: Sequence[Difference], pairs: Sequence[Pair] | None = None) -> list[Difference]:
+    """The differences, each corrected for all of them.
+
+    pairs: the two that each is about, hashable; two questions of one pair, or three of three pairs, hang together. None
+        corrects by Holm's method, for all that is known together.
+    """
+    p_values = np.array([found.p_value for found in differences])
+    asked = [found.p_as_good for found in differences if found.matters is not None]
+    share = SHARE_OF_DIFFERENCES if asked else 1.0
+    sets = possible_sets(tuple(pairs)) if pairs is not None else None
+    adjusted = np.minimum(holm(p_values) / share, 1) if sets is None else closed(sets, p_values, share)
+    as_good = iter(np.minimum(holm(asked) / (1 - share), 1).tolist() if asked else ())
+    return [
+        replace(
+            found,
+            adjusted_p=float(p),
+            adjusted_as_good=next(as_good) if found.matters is not None else 1.0,
+            family=len(differences),
+        )
+        for found, p in zip(differences, adjusted, strict=True)
+    ]
+
+
+def holm(p_values: ArrayLike) -> Floats:
+    """The p-values (..., questions), corrected for their number: at most a share of `alpha` of the families in which
+    nothing differs has one below `alpha`, however they depend on each other."""
+    values = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(values, axis=-1)
+    steps = np.take_along_axis(values, order, axis=-1) * np.arange(values.shape[-1], 0, -1)
+    adjusted = np.empty_like(values)
+    np.put_along_axis(adjusted, order, np.minimum(np.maximum.accumulate(steps, axis=-1), 1), axis=-1)
+    return adjusted
+
+
+def closed(sets: Sequence[tuple[int, ...]], p_values: Floats, share: float = 1.0) -> Floats:
+    """The p-values (..., questions), corrected by closed testing.
+
+    share: part of the error that a set has which leaves questions out, as these may differ by what matters.
+    """
+    adjusted = np.zeros_like(p_values)
+    for members in map(list, sets):
+        p = p_values[..., members]
+        simes = (np.sort(p, axis=-1) * len(members) / np.arange(1, len(members) + 1)).min(axis=-1, keepdims=True)
+        adjusted[..., members] = np.maximum(
+            adjusted[..., members], simes / (1 if len(members) == p_values.shape[-1] else share)
+        )
+    return np.minimum(adjusted, 1)
+
+
+@cache
+def possible_sets(pairs: tuple[Pair, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """The sets of questions, by index, that can all be about equals: with "a = b" and "b = c" goes "a = c".
+
+    None if there are more than `MAX_SETS`.
+    """
+
+    def completed(chosen: frozenset[int]) -> frozenset[int]:
+        block = {each: each for pair in pairs for each in pair}
+        for index in chosen:
+            one, other = (block[each] for each in pairs[index])
+            block = {each: one if found == other else found for each, found in block.items()}
+        return frozenset(index for index, (one, other) in enumerate(pairs) if block[one] == block[other])
+
+    found: set[frozenset[int]] = set()
+    waiting = [frozenset[int]()]
+    while waiting:
+        last = waiting.pop()
+        for larger in {completed(last | {index}) for index in range(len(pairs)) if index not in last} - found:
+            found.add(larger)
+            waiting.append(larger)
+        if len(found) > MAX_SETS:
+            return None
+    return tuple(sorted(map(tuple, map(sorted, found))))
+
+
+def least_p(num_samples: int) -> float:
+    """The smallest p-value that num_samples can give, by the exact sign test if all of them agree."""
+    return min(1.0, 2 * 0.5**num_samples)
+
+
+@dataclass
+class Race:
+    """The race of recipes to be called the best, or within what matters of it; any number of races, one a row.
+
+    At each look a recipe drops out that is shown to be worse than the leader, and the race ends when no other can be
+    better than the leader by what matters (multiple comparisons with the best: Hsu, Ann. Stat. 9, 1981).
+    """
+
+    num_recipes: int
+    matters: float
+    higher_is_better: bool = True
+    num_races: int = 1
+
+    def __post_init__(self) -> None:
+        self.racing = np.ones((self.num_races, self.num_recipes), bool)
+        self.done = np.zeros(self.num_races, bool)
+        self.leader = np.zeros(self.num_races, np.int64)
+
+    def look(self, evidence: Evidence, level: float) -> None:
+        """evidence: (races, recipes), with the trainings of this look of those that race; level: of LOOK_LEVELS."""
+        sign = 1 if self.higher_is_better else -1
+        scores = np.where(self.racing, sign * evidence.means, -np.inf)
+        self.leader = np.where(self.done, self.leader, scores.argmax(axis=-1))
+        everyone = np.arange(self.num_recipes)
+        gaps, spread = evidence.gaps(everyone, self.leader[:, None])
+        level = level / (self.num_recipes - 1)
+        behind = spread.p_at_least(sign * gaps, 0.0) <= level
+        near = (spread.p_at_least(sign * gaps, self.matters) <= level) | (everyone == self.leader[:, None])
+        self.racing &= self.done[:, None] | ~behind
+        self.done |= (near | ~self.racing).all(axis=-1)
+
+
+def _as_trainings(values: Floats) -> Floats:
+    """Scores as (trainings, samples, columns)."""
+    trained = np.asarray(values, dtype=np.float64)
+    trained = trained.reshape(*trained.shape[:2], -1) if trained.ndim == 3 else trained[..., None]
+    if trained.ndim != 3 or not trained.shape[0] or not trained.shape[1]:
+        raise ValueError(f"expected scores of at least one training on at least one sample, got {np.shape(values)}")
+    if broken := int((~np.isfinite(trained)).any(axis=(0, 2)).sum()):
+        raise ValueError(f"{broken} of {trained.shape[1]} samples are NaN or infinite")
+    return trained
+
+
+def _swap_test(ours: Floats, theirs: Floats, statistic: Statistic, swaps: int) -> float:
+    """Two-sided p-value of two models' scores, each (samples, columns)."""
+    num_samples = len(ours)
+    if exact := 2**num_samples <= swaps:
+        swapped = (np.arange(2**num_samples)[:, None] >> np.arange(num_samples)) & 1
+    else:
+        swapped = np.random.default_rng(0).integers(0, 2, (swaps, num_samples), dtype=np.int8)
+    change = np.concatenate([part @ (theirs - ours) for part in np.array_split(swapped, 10)]) / num_samples
+    after = statistic(ours.mean(axis=0) + change) - statistic(theirs.mean(axis=0) - change)
+    found = abs(statistic(ours.mean(axis=0)) - statistic(theirs.mean(axis=0)))
+    at_least = int((np.abs(after) >= found - 1e-12 * max(1.0, float(found))).sum())  # rounding must not break a tie
+    return at_least / len(after) if exact else (at_least + 1) / (len(after) + 1)
+
+
+def _bootstrapped(ours: Floats, theirs: Floats, statistic: Statistic, resamples: int) -> Interval | None:
+    """Interval of the difference of two models, each (samples, columns), redrawing the *samples* of both alike, so that
+    differences in difficulty cancel out."""
+    width = ours.shape[1]
+
+    def ours_minus_theirs(means: Floats) -> Floats:  # (..., 2 columns) -> (...)
+        return statistic(means[..., :width]) - statistic(means[..., width:])
+
+    return bootstrap(np.concatenate([ours, theirs], axis=1), ours_minus_theirs, resamples=resamples)
+
+
+def _around(mean: float, half_width: float) -> Interval:
+    return Interval(mean - half_width, mean + half_width)

@@ -1,0 +1,150 @@
+"""A race: whom each look lets go on, and one through DVC's queue that is killed in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ruamel.yaml import YAML
+
+from stages.core.errors import UserError
+from stages.core.params import load_params
+from stages.kit.reporting.evidence import LOOKS
+from stages.kit.reporting.runs import Run
+from tests import ROOT
+from tests.documents import write_yaml
+from tests.kit.reporting.test_compare import REPORT, run_of, scores_around
+from tests.made_up_runs import PARAMS_PATH, project_params
+from tools.compare.race import cost_words, racing_recipes, standing
+
+SEEDS = list(range(42, 54))
+
+
+def runs(means: dict[str, float], seeds: dict[str, int], luck: float = 0.02) -> dict[str, dict[int, Run]]:
+    """Runs of each recipe under the first so many seeds; luck: standard deviation between its trainings."""
+    found: dict[str, dict[int, Run]] = {}
+    for number, (name, mean) in enumerate(means.items()):
+        drawn = np.random.default_rng(number).normal(mean, luck, len(SEEDS))
+        found[name] = {
+            seed: run_of(name, scores_around(drawn[at], 100 * number + at))
+            for at, seed in enumerate(SEEDS[: seeds.get(name, 12)])
+        }
+    return found
+
+
+def test_a_race_goes_on_with_those_that_can_still_win() -> None:
+    means = {"a": 0.62, "b": 0.61, "c": 0.4}
+    nothing = standing(REPORT, runs(means, dict.fromkeys(means, 0)), SEEDS, 0.02)
+    assert nothing.missing == dict.fromkeys(SEEDS[:3], ("a", "b", "c"))
+    assert nothing.words == ()
+    begun = standing(REPORT, runs(means, {"a": 3, "b": 2, "c": 3}), SEEDS, 0.02)
+    assert begun.missing == {44: ("b",)}
+    three = standing(REPORT, runs(means, dict.fromkeys(means, 3)), SEEDS, 0.02)
+    assert three.missing == {45: ("a", "b")}, "c has dropped out"
+    assert three.words == ("After 3 seeds a leads. Out of the race: c.",)
+    ended = standing(REPORT, runs(means, {"c": 3}), SEEDS, 0.02)
+    assert ended.missing == {}
+    assert "is the best recipe, or within 0.02 of the best" in ended.words[-1]
+    assert ended.words[0] == three.words[0], "a look stays as it was when there are more seeds"
+
+
+def test_a_race_that_nothing_decides_ends_after_the_last_look() -> None:
+    ended = standing(REPORT, runs({"a": 0.6, "b": 0.6}, {}, luck=0.1), SEEDS, 0.001)
+    assert ended.missing == {}
+    assert len(ended.words) == len(LOOKS) + 1
+    assert "12 seeds do not show" in ended.words[-1]
+
+
+def test_the_most_that_a_race_costs_is_said() -> None:
+    assert cost_words(runs({"a": 0.6, "b": 0.6}, {"a": 3, "b": 1}), SEEDS).startswith(
+        "At most 24 trainings (2 recipes under 12 seeds), of which 4 are there"
+    )
+
+
+def test_a_recipe_with_a_seed_of_its_own_cannot_race() -> None:
+    params = project_params()
+    assert "r4-joint" in racing_recipes(params, "detection")
+    recipes = {**params.recipes, "r4-joint": replace(params.recipe("r4-joint"), seed=1)}
+    with pytest.raises(UserError, match=r"recipes\.r4-joint\.seed"):
+        racing_recipes(replace(params, recipes=recipes), "detection")
+
+
+TRAINER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from stages.kit.reporting.runs import cards_dir
+from tests.made_up_runs import made_up_ious, project_params, write_made_up_record, write_made_up_run
+name = sys.argv[1]
+params, trained = project_params(), name != "base-vlm"
+seed = int(next(line for line in Path("params.yaml").read_text().splitlines() if line.startswith("seed:")).split()[1])
+with open({log!r}, "a") as log:
+    log.write(f"{{name}} {{seed if trained else '-'}}\\n")
+number = {names!r}.index(name)
+ious = made_up_ious(0.3 + 0.2 * number, 60, seed=10 * seed + number if trained else 1)
+params = replace(params, seed=seed) if trained else None
+write_made_up_run(cards_dir(Path("data"), "detection"), name, ious, params=params)
+stage = ("evaluate@" if trained else "baseline@") + name
+write_made_up_record(Path("data"), stage, inputs={{}}, outputs={{}}, params={{"seed": seed}})
+"""
+NAMES = ("base-vlm", "r1-llm-only", "r4-joint")
+
+
+def stage_of(kind: str, names: tuple[str, ...]) -> dict[str, Any]:
+    outs = ["data/report/detection/runs/${item}", f"data/provenance/detection/{kind}@${{item}}.json"]
+    params = ["seed"] if kind == "evaluate" else []
+    command = f"{sys.executable} trainer.py ${{item}}"
+    return {"foreach": list(names), "do": {"cmd": command, "params": params, "deps": ["trainer.py"], "outs": outs}}
+
+
+@pytest.mark.pipeline
+@pytest.mark.timeout(900)
+def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path) -> None:
+    workspace, log = tmp_path / "workspace", tmp_path / "trained"
+    workspace.mkdir()
+    raw = YAML(typ="safe").load(PARAMS_PATH)
+    raw = {**raw, "baselines": {"base-vlm": raw["baselines"]["base-vlm"]}, "builds": {}, "predictions": {}}
+    raw["recipes"] = {name: raw["recipes"][name] for name in NAMES[1:]}
+    write_yaml(raw, workspace / "params.yaml")
+    stages = {"evaluate": stage_of("evaluate", NAMES[1:]), "baseline": stage_of("baseline", NAMES[:1])}
+    write_yaml({"stages": stages}, workspace / "dvc.yaml")
+    (workspace / "trainer.py").write_text(TRAINER.format(root=str(ROOT), log=str(log), names=NAMES), encoding="utf-8")
+    (workspace / "data").mkdir()
+    (workspace / "data/tiny").symlink_to(ROOT / "data/tiny")
+    assert load_params(workspace / "params.yaml").recipes
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(*command: str) -> str:
+        ended = subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    run("git", "init", "-q")
+    run("git", "config", "user.email", "someone@example.org")
+    run("git", "config", "user.name", "someone")
+    run(sys.executable, "-m", "dvc", "init", "-q")
+    run("git", "add", ".")
+    run("git", "commit", "-qm", "params")
+    race = (sys.executable, "-m", "tools.compare", "detection", "--race", "0.03")
+    with subprocess.Popen(race, cwd=workspace, env=environment, start_new_session=True) as killed:
+        while killed.poll() is None and "r4-joint 42" not in (log.read_text() if log.exists() else ""):
+            time.sleep(0.2)
+        assert killed.poll() is None, "the race ended before it could be killed"
+        os.killpg(killed.pid, signal.SIGKILL)  # DVC's worker has a session of its own
+    output = run(*race)
+    assert "At most 24 trainings (2 recipes under 12 seeds), of which" in output
+    assert "After 3 seeds: r4-joint is the best recipe, or within 0.03 of the best." in output
+    trained = sorted(line for line in log.read_text().splitlines() if not line.startswith("base"))
+    assert trained == sorted(f"{name} {seed}" for name in NAMES[1:] for seed in (42, 43, 44))
+    results = json.loads((workspace / "data/report/detection/over-seed/comparison.json").read_text())
+    assert results["best"] == "r4-joint"
