@@ -76,11 +76,11 @@ class Spread:
     """Variances of scores, or of differences of scores, by where they come from: arrays of one shape."""
 
     seeds: Floats
-    """Of the mean over the trainings; 0 for models."""
+    """Variance of the mean over the trainings; 0 for models."""
     freedom: Floats
     """Degrees of freedom of `seeds`; infinite for models."""
     samples: Floats
-    """Over draws of all samples, as observed."""
+    """Variance over draws of all samples, as observed."""
     rest: Floats
     """The part of `samples` that comes from neither seeds nor samples; `seeds` has it too."""
     num_samples: int

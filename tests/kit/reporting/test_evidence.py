@@ -209,7 +209,7 @@ def test_a_race_names_a_recipe_that_is_worse_by_what_matters_in_at_most_one_of_t
     race, _ = raced([0.6, 0.57, 0.57, 0.57], 0.03)
     assert (race.done & (race.leader != 0)).mean() <= 0.05
     alike, _ = raced([0.6] * 4, 0.01)
-    assert alike.done.mean() < 0.5, "alike as they are, nothing so small can be told"
+    assert alike.done.mean() < 0.5, "alike as they are, nothing so small can be decided"
 
 
 def test_two_trainings_each_count_with_the_freedom_of_one() -> None:
