@@ -1,4 +1,4 @@
-"""Results in Weights & Biases, offline, read back from what wandb itself keeps."""
+"""Results in trackers, offline, read back from what they themselves keep."""
 
 import csv
 import json
@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import wandb
 
+from stages.core.errors import UserError
 from stages.core.lineage import read_lineage
 from stages.core.params import load_params
+from stages.core.params.schema import TrackingParams
 from stages.kit.reporting.tables import Column, Row, Table
 from stages.kit.reporting.tracking import track_comparison
 from stages.kit.statistics import Interval
+from stages.kit.training.records import tracking_arguments
 from tests import ROOT
 from tests.stage_runs import done, small_params, write_params
 
@@ -41,7 +45,7 @@ def finished(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_MODE", "WANDB_PROJECT"):
             patch.setenv(name, "")
         raw = small_params(tiny_vlm)
-        raw["tracking"] = {"wandb": True, "wandb_mode": "offline", "wandb_project": "bakeoff-test"}
+        raw["tracking"] = {"to": ["wandb"], "wandb_mode": "offline", "project": "bakeoff-test"}
         write_params(raw)
         done("base", "vlm")
         done("prepare", "nutrition-tables")
@@ -114,3 +118,29 @@ def test_results_that_cannot_be_sent_are_refused_in_words(finished: Path, tmp_pa
     assert "Weights & Biases refused the results of detection-comparison" in stage.stderr
     assert "tracking.wandb_mode=offline" in stage.stderr
     assert "Traceback" not in stage.stderr
+
+
+def test_curves_go_to_each_tracker_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("TENSORBOARD_LOGGING_DIR", "MLFLOW_TRACKING_URI", "WANDB_DIR"):
+        monkeypatch.setenv(name, "")
+    tracking = TrackingParams(to=("tensorboard",), project="p")
+    arguments = tracking_arguments(tracking, "r1-llm-only")
+    settings = TrainingArguments(output_dir="out", max_steps=3, logging_steps=1, use_cpu=True, **arguments)
+
+    class Weights(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": (self.weight * x).sum()}
+
+    Trainer(model=Weights(1, 1), args=settings, train_dataset=[{"x": torch.ones(1)}] * 8).train()
+    (written,) = Path(".bakeoff/tracking/tensorboard/r1-llm-only").glob("events.*")
+    assert written.read_bytes().count(b"train/loss") == 3
+    assert tracking_arguments(TrackingParams(), "r1-llm-only") == {"report_to": "none"}
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.kit.training.records.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"tracking\.to names mlflow, .*pip install mlflow"):
+        tracking_arguments(TrackingParams(to=("mlflow",)), "r1-llm-only")

@@ -113,7 +113,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(find: Callable[[Params],
 
 
 WRONG_ALONE = {
-    "tracking.wandb": "yes",
+    "tracking.to": "yes",
     "more": {},
     f"{R1}.lora.rank": 0,
     f"{R1}.max_length": 2**31 - 1,

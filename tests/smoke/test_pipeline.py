@@ -79,7 +79,7 @@ def test_inputs_that_are_links_to_dvcs_cache_and_tracked_runs_work_in_containers
     dvc(workspace, "config", "--local", "cache.type", "symlink")
     dvc(workspace, "checkout", "--relink", "--with-deps", "compare@detection")
     assert (workspace / "data/bases/vlm/config.json").is_symlink()
-    tracked_step = ("-S", "tracking.wandb=true", "-S", "recipes.r1-llm-only.max_steps=1")
+    tracked_step = ("-S", "tracking.to=[wandb]", "-S", "recipes.r1-llm-only.max_steps=1")
     dvc(workspace, "exp", "run", *tracked_step, "train@r1-llm-only", "baseline@base-vlm")
     dvc(workspace, "repro", "--single-item", "compare@detection")
     tracked = workspace / ".bakeoff/tracking/wandb"

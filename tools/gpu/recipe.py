@@ -25,7 +25,7 @@ from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {
     "profile": "tiny",
-    "tracking.wandb": False,
+    "tracking.to": [],
     "checkpoints": {"every_minutes": None, "every_steps": 1},
     **{f"profiles.tiny.datasets.{name}.limit": {"train": 8, "val": 4} for name in ("nutrition-tables", "visempar")},
     "profiles.tiny.images": {"min_pixels": 3136, "max_pixels": 12544},

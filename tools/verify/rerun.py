@@ -145,10 +145,10 @@ def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[P
         (folder / ".dvc").mkdir()
         cache = cache_dir(workspace_dir.resolve()).parents[1]
         (folder / ".dvc/config").write_text(f"[cache]\n    dir = {cache}\n", encoding="utf-8")
-        if params.tracking.wandb:  # a comparison does not belong among tracked runs
+        if params.tracking.to:  # a comparison does not belong among tracked runs
             yaml = YAML()
             raw = yaml.load(folder / "params.yaml")
-            raw["tracking"]["wandb"] = False
+            raw["tracking"]["to"] = []
             yaml.dump(raw, folder / "params.yaml")
         yield folder
 

@@ -362,9 +362,10 @@ class CompareParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrackingParams:
-    wandb: bool = False
+    to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = ()
+    """Trackers of trainings, as transformers names them (`report_to`). wandb gets evaluations and comparisons too."""
+    project: str = "bakeoff"
     wandb_mode: Literal["offline", "online"] = "offline"
-    wandb_project: str = "bakeoff"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

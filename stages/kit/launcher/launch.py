@@ -192,7 +192,8 @@ def refuse_missing_deps(request: Request) -> None:
 
 def refuse_online_tracking(request: Request, engine: Engine) -> None:
     tracking = request.params.tracking
-    if request.stage in TRACKED and engine.image is not None and tracking.wandb and tracking.wandb_mode == "online":
+    online = "wandb" in tracking.to and tracking.wandb_mode == "online"
+    if online and request.stage in TRACKED and engine.image is not None:
         raise UserError(
             "tracking.wandb_mode is online, but a container has no network. Track offline and send the "
             "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or run without one: BAKEOFF_ENGINE=process"

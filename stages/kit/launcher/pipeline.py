@@ -38,7 +38,7 @@ OTHER_GIB = 8.0
 """Host memory of a stage without a plan."""
 MARGIN = 1.25
 TRACKED = ("train", "evaluate", "compare")
-"""Stages that write a run of Weights & Biases if tracking is on."""
+"""Stages that write a run of a tracker if params.yaml names one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +269,7 @@ class Request:
         publish a key. None for other stages, and for a name that a training will refuse.
         """
         own_dir = self.repository_dir / ".bakeoff"
-        tracked = (own_dir / "tracking",) if self.params.tracking.wandb and self.stage in TRACKED else ()
+        tracked = (own_dir / "tracking",) if self.params.tracking.to and self.stage in TRACKED else ()
         if self.stage == "publish":
             return () if self.sends else (own_dir / "signing",)
         if self.stage != "train":

@@ -28,12 +28,12 @@ def track_evaluation(
     *,
     model: Lineage,
 ) -> None:
-    """Send an evaluation, if tracking is on.
+    """Send an evaluation, if wandb is among the trackers.
 
     metrics: of metrics.json; they become the run's summary, and its table `metrics`. The model is an artifact with its
     digest and its lineage, without its weights.
     """
-    if not tracking.wandb:
+    if "wandb" not in tracking.to:
         return
     with _tracked_run(tracking, f"{name}-evaluation", job_type="evaluate", group=name) as run:
         import wandb
@@ -48,8 +48,8 @@ def track_evaluation(
 
 
 def track_comparison(tracking: TrackingParams, task: str, table: Table) -> None:
-    """Send the table of comparison.csv, if tracking is on."""
-    if not tracking.wandb:
+    """Send the table of comparison.csv, if wandb is among the trackers."""
+    if "wandb" not in tracking.to:
         return
     with _tracked_run(tracking, f"{task}-comparison", job_type="compare", group=task) as run:
         header, *rows = csv_rows(table)
@@ -61,7 +61,7 @@ def _tracked_run(tracking: TrackingParams, name: str, *, job_type: str, group: s
     """Raises UserError if wandb cannot send, or has no key."""
     import wandb  # a third of a second
 
-    set_tracking_environment(tracking)
+    set_tracking_environment(tracking, run_name(name))
     settings = wandb.Settings(console="off", quiet=True)
     try:
         with wandb.init(name=run_name(name), job_type=job_type, group=group, settings=settings) as run:

@@ -1,9 +1,10 @@
-"""Records of a training: its totals in training.json, every step in trace.csv, and its run in Weights & Biases."""
+"""Records of a training: its totals in training.json, every step in trace.csv, and its run in trackers."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from stages.core.errors import UserError
 from stages.core.params.schema import TrackingParams
 from stages.core.records import Record, publish_text
 from stages.kit.planning.plan import Validation
@@ -146,16 +148,27 @@ def write_trace(trace: Sequence[tuple[str, str]], path: Path) -> None:
     publish_text("\n".join(("step,loss,grad_norm", *rows)) + "\n", path)
 
 
+_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "mlflow": "mlflow", "trackio": "trackio"}
+"""The package that writes for each tracker."""
+
+
 def tracking_arguments(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
-    """Trainer's arguments for Weights & Biases, whose environment they need."""
-    if not tracking.wandb:
+    """Trainer's arguments for the trackers, whose environment they need. Raises UserError for one not installed."""
+    if missing := [tracker for tracker in tracking.to if find_spec(_PACKAGES[tracker]) is None]:
+        raise UserError(
+            f"tracking.to names {', '.join(missing)}, whose package is not installed; run without containers, after: "
+            f".venv/bin/python -m pip install {_PACKAGES[missing[0]]}"
+        )
+    if not tracking.to:
         return {"report_to": "none"}
-    set_tracking_environment(tracking)
-    return {"report_to": "wandb", "run_name": run_name(recipe)}
+    set_tracking_environment(tracking, run_name(recipe))
+    # Trackio would send what it keeps to a Space.
+    local = {"project": tracking.project, "trackio_static_space_id": False}
+    return {"report_to": list(tracking.to), "run_name": run_name(recipe), **local}
 
 
-def set_tracking_environment(tracking: TrackingParams) -> None:
-    """Variables that wandb reads. Its files, those still to be sent included, lie below the repository."""
+def set_tracking_environment(tracking: TrackingParams, run: str) -> None:
+    """Variables that trackers read. Their files, those still to be sent included, lie below the repository."""
     # DVC_ROOT: also if DVC runs an experiment in a clone that it throws away.
     runs_dir = Path(os.environ.get("DVC_ROOT", "."), ".bakeoff/tracking").absolute()  # wandb adds a folder of its name
     runs_dir.mkdir(parents=True, exist_ok=True)
@@ -164,7 +177,11 @@ def set_tracking_environment(tracking: TrackingParams) -> None:
         "WANDB_DATA_DIR": str(runs_dir / "data"),  # artifacts, until they are sent
         "WANDB_CACHE_DIR": str(runs_dir / "cache"),
         "WANDB_MODE": tracking.wandb_mode,
-        "WANDB_PROJECT": tracking.wandb_project,
+        "WANDB_PROJECT": tracking.project,
+        "TENSORBOARD_LOGGING_DIR": str(runs_dir / "tensorboard" / run),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{runs_dir}/mlflow.db",
+        "MLFLOW_EXPERIMENT_NAME": tracking.project,
+        "TRACKIO_DIR": str(runs_dir / "trackio"),
     }
 
 

@@ -205,7 +205,7 @@ def test_dependencies_that_dvc_yaml_lacks_are_refused_with_the_lines_to_add(tmp_
 
 
 def test_online_tracking_is_refused_in_a_container_alone() -> None:
-    params = replace(PARAMS, tracking=replace(PARAMS.tracking, wandb=True, wandb_mode="online"))
+    params = replace(PARAMS, tracking=replace(PARAMS.tracking, to=("wandb",), wandb_mode="online"))
     container = ApptainerEngine(name="apptainer", sif_path=Path("cpu.sif"), image=("bakeoff:cpu", "sha256:0"))
     with pytest.raises(UserError, match=r"tracking\.wandb_mode is online.*BAKEOFF_ENGINE=process"):
         launcher.refuse_online_tracking(request("train", "r1-llm-only", params=params), container)
@@ -215,7 +215,7 @@ def test_online_tracking_is_refused_in_a_container_alone() -> None:
 def test_only_trainings_tracked_stages_and_publish_write_besides_their_outputs() -> None:
     repository = Path("/repository/.bakeoff")
     training = (repository / "checkpoints/r1-llm-only", repository / "features")
-    tracked = replace(PARAMS, tracking=replace(PARAMS.tracking, wandb=True))
+    tracked = replace(PARAMS, tracking=replace(PARAMS.tracking, to=("wandb",)))
     for stage, name, params, folders in (
         ("train", "r1-llm-only", PARAMS, training),
         ("train", "r1-llm-only", tracked, (*training, repository / "tracking")),

@@ -79,7 +79,7 @@ def test_record_has_the_origin_of_the_outputs(workspace: Path) -> None:
     assert record.changed == []  # the stage edits params.yaml, but after it has started
     assert record.params == {
         "profiles.tiny.memory.micro_batch": 16,
-        "tracking": {"wandb": False, "wandb_mode": "offline", "wandb_project": "bakeoff"},
+        "tracking": {"to": [], "project": "bakeoff", "wandb_mode": "offline"},
     }
     plan = read_plan("r1-llm-only", runs_dir=workspace / "data/runs")
     assert record.plan is not None

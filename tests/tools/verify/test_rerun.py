@@ -27,7 +27,7 @@ import json, os, pathlib, time
 
 assert pathlib.Path("data/bases/vlm/config.json").read_text() == "{}"
 assert os.environ.get("DVC_ROOT", "") != "not this one"
-assert "wandb: true" not in pathlib.Path("params.yaml").read_text()
+assert "[wandb]" not in pathlib.Path("params.yaml").read_text()
 run = pathlib.Path("data/runs/r1-llm-only")
 for folder in ("trained", "training"):
     (run / folder).mkdir()
@@ -103,7 +103,7 @@ def test_a_stage_comes_out_the_same_and_the_workspace_stays_unchanged(
 ) -> None:
     monkeypatch.setenv("DVC_ROOT", "not this one")
     params = workspace / "params.yaml"
-    params.write_text(params.read_text().replace("wandb: false", "wandb: true", 1))
+    params.write_text(params.read_text().replace("{to: []", "{to: [wandb]", 1))
     before = everything(workspace)
     result = rerun()
     assert result.exit_code == 0, result.output
