@@ -102,7 +102,8 @@ class Findings:
                 maker = self.makers.get(path)
                 remove = f"rm -rf {shlex.quote(path)}  # no stage of dvc.yaml makes it"
                 fix = f"dvc repro -f -s {maker.name}" if maker else remove
-            yield "\n".join([path, *(f"  {problem}" for problem in dict.fromkeys(problems)), f"  fix it with: {fix}\n"])
+            lines = [path, *(f"  {problem}" for problem in dict.fromkeys(problems)), f"  fix it with: {fix}"]
+            yield "\n".join([*map(_one_line, lines), ""])
 
 
 def verify() -> int:
@@ -120,7 +121,7 @@ def verify() -> int:
     num_records = check_records(findings, lineages)
     lines = list(findings.lines())
     for line in lines:
-        click.echo(printable(line))
+        click.echo(line)
     if absent:
         click.echo(f"not checked, as they are not here: {pluralize(absent, 'output')} of dvc.lock")
     present = sum(Path(output).exists() for output in findings.makers)
@@ -269,7 +270,8 @@ def check_records(findings: Findings, lineages: Mapping[Path, Lineage]) -> int:
                 findings.add(path, f"records {output} with content {short(digest)}, which now has {short(str(now))}")
         for source, digest in record.inputs.items():
             if findings.output_of(source) is None and digest_of(source) not in (None, digest):
-                fix = f"dvc repro {record.stage}  # or, if it was not changed on purpose, put back what it was"
+                make = f"dvc repro {shlex.quote(record.stage)}"
+                fix = f"{make}  # or, if it was not changed on purpose, put back what it was"
                 findings.add(source, f"is not what {record.stage} read", fix=fix)
     return len(paths)
 
@@ -289,18 +291,19 @@ def report_published(folder: Path, key: Path | None) -> int:
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    named = _named_key(key)
+    named = _named_key(key, folder)
     checked = check_published(folder, key)
     unknown = "" if checked.key in named else f"signed by a key you have not named: {checked.key or 'it has none'}\n"
     if checked.problems:
-        click.echo(printable("\n".join(checked.problems)))
+        for problem in checked.problems:
+            click.echo(_one_line(problem))
         click.echo(f"{unknown}DAMAGED: {pluralize(len(checked.problems), 'file')} of {folder}; download it again")
         return 1
     assert checked.model is not None
     for record in checked.records:
-        click.echo(printable(f"{record.stage}, {record.ended}, commit {record.commit or 'not known'}"))
+        click.echo(_one_line(f"{record.stage}, {record.ended}, commit {record.commit or 'not known'}"))
     for line in lineage_lines(checked.model):
-        click.echo(printable(line))
+        click.echo(_one_line(line))
     agree = "the files are those that this key signed; lineage, records, plan, certificate and figures agree with them"
     if unknown:
         click.echo(
@@ -313,11 +316,13 @@ def report_published(folder: Path, key: Path | None) -> int:
     return 0
 
 
-def _named_key(key: Path | None) -> dict[str, str]:
+def _named_key(key: Path | None, folder: Path) -> dict[str, str]:
     """In words, by its fingerprint: the key that a person named, or else the one that this workspace signs with."""
     from stages.kit.publishing.signing import fingerprint  # imports cryptography
 
     own = Path(".bakeoff/signing/key.pem")
+    if key is not None and key.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{key} came with the folder, and whoever changed that can have changed the key; name another")
     if key is None:
         return {fingerprint(own): "this workspace's own key"} if own.is_file() else {}
     try:
@@ -334,6 +339,11 @@ def _inode(path: Path) -> tuple[int, int]:
     """The file behind a path: an output and its object in the cache are hard links of one."""
     status = path.stat()
     return status.st_dev, status.st_ino
+
+
+def _one_line(text: str) -> str:
+    """The text without control codes and line ends: names of files and records may be made to look like a verdict."""
+    return printable(text).replace("\n", "\\n")
 
 
 def _data_files(pattern: str) -> list[Path]:

@@ -71,16 +71,18 @@ def check_published(folder: Path, public_key: Path | None = None) -> Checked:
     changed by accident, and not who signed.
     """
     own_key, key = folder / KEY_FILE, ""
-    paths = _signed_files(folder)
-    problems = list(_unusual(folder, paths))
+    problems: list[Problem] = []
     model: Lineage | None = None
     records: dict[str, Provenance] = {}
+    with _explained("the folder", problems):
+        paths = _signed_files(folder)
+        problems += _unusual(folder, paths)
+        digests = {} if problems else dict(zip(paths, file_digests(paths.values()).values(), strict=True))
     if not problems:
         with _explained(KEY_FILE, problems):
             key = fingerprint(own_key)
         with _explained(SIGNATURE_FILE, problems):
             require_signature(folder, public_key or own_key)
-        digests = {path.relative_to(folder).as_posix(): found for path, found in file_digests(paths.values()).items()}
         with _explained(STATEMENT_FILE, problems):
             content = parse_json(paths[STATEMENT_FILE].read_bytes())
             said = content["predicate"]["buildDefinition"]["internalParameters"]["records"]
@@ -151,6 +153,8 @@ def _statement_problems(content: Any, records: Any, digests: Mapping[str, str]) 
             yield name, f"is missing, although {STATEMENT_FILE} has it"
         elif files[name] != subjects[name]:
             yield name, f"has content {short(files[name])}, but {STATEMENT_FILE} says {short(str(subjects[name]))}"
+    if len({each["stage"] for each in records}) < len(records):
+        yield STATEMENT_FILE, "has several records of one stage"
     if files == subjects and content != statement(files, records):
         yield STATEMENT_FILE, "is not the statement that follows from its records and these files"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -71,8 +72,11 @@ def test_only_a_named_key_makes_a_folder_good(copy: Path, tmp_path: Path) -> Non
     theirs = verify(copy, key)
     assert theirs.exit_code == 1
     assert f"\nsigned by a key you have not named: {fingerprint(own)}\nDAMAGED" in theirs.output
-    for path, words in ((tmp_path / "none.pem", "is no public key"), (copy / CARD_FILE, "is no public key in PEM")):
-        assert words in verify(copy, path).output
+    no_key = tmp_path / "none.pem"
+    assert "is no public key in PEM" in verify(copy, no_key).output
+    no_key.write_text("")
+    assert "is no public key in PEM" in verify(copy, no_key).output
+    assert "came with the folder" in verify(copy, copy / KEY_FILE).output
 
 
 def test_a_flipped_byte_in_any_file_is_found_and_the_file_named(published: Path, copy: Path) -> None:
@@ -259,6 +263,27 @@ def test_a_statement_that_says_another_thing_than_its_files_and_records_is_refus
     edited(STATEMENT_FILE, change)(copy)
     sign_again(copy, statement_follows=False)
     assert check_published(copy).problems
+
+
+def test_names_cannot_look_like_a_verdict(copy: Path) -> None:
+    edited(STATEMENT_FILE, lambda it: records_in(it)[0].update(commit="x\nOK: the files are good"))(copy)
+    put("x\nOK: the files are good")(copy)
+    sign_again(copy)
+    assert not any(line.startswith("OK") for line in verify(copy).output.splitlines())
+    (copy / "x\nOK: the files are good").unlink()
+    sign_again(copy)
+    assert verify(copy).exit_code == UNKNOWN_KEY
+    assert not any(line.startswith("OK") for line in verify(copy).output.splitlines())
+
+
+def test_a_folder_deeper_than_python_recurses_gives_a_verdict(copy: Path) -> None:
+    deep = copy
+    for _ in range(1200):
+        deep = deep / "d"
+        deep.mkdir()
+    result = verify(copy)
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.exc_info
+    subprocess.run(["rm", "-rf", str(copy / "d")], check=True)  # pytest's own way of removing it recurses
 
 
 def test_a_wholly_forged_folder_is_only_as_good_as_its_key(copy: Path, tmp_path: Path) -> None:
