@@ -2,7 +2,8 @@
 
 Reads   profiles.PROFILE.datasets.DATASET, and the source it names: `folder:PATH`,
         `hub:OWNER/NAME@REVISION` or `mix`; data.skip_invalid, data.selection
-Writes  data/prepared/DATASET/{train.parquet, val.parquet, stats.json}, and selection.parquet where some is set aside
+Writes  data/prepared/DATASET/{train.parquet, val.parquet, stats.json}; test.parquet with splits.test, and
+        selection.parquet with data.selection
 Run     docker/run prepare nutrition-tables
 """
 
@@ -20,6 +21,7 @@ from stages.core.params.schema import DataParams, DatasetParams
 from stages.core.records import refusal
 from stages.core.tasks import load_task, reader_of, reader_problems
 from stages.kit.data.prepared import write_prepared
+from stages.kit.data.sources import WrongSplit
 
 log = logging.getLogger("stages")
 
@@ -36,7 +38,10 @@ def main(name: str) -> None:
         found[f"{path}.mix"] = f"datasets of the task {dataset.task} cannot be mixed"
     if found:
         raise refusal(Path("params.yaml"), found)
-    stats = prepare(dataset, params.data, Path("data/prepared") / name)
+    try:
+        stats = prepare(dataset, params.data, Path("data/prepared") / name)
+    except WrongSplit as error:
+        raise refusal(Path("params.yaml"), {f"{path}.splits.{error.split}": error.problem}) from None
     log.info("dataset %s from %s", name, stats["source"])
     for split, counts in stats["splits"].items():
         log.info("%s: %d records, %d invalid rows left out", split, counts["records"], counts["invalid_rows"])
@@ -48,7 +53,7 @@ def prepare(dataset: DatasetParams, data: DataParams, out_dir: Path) -> dict[str
     if dataset.mix:
         raw = sources.mix(dataset.mix, out_dir.parent, with_selection=data.selection > 0)
     else:
-        raw = sources.read(dataset.source, reader_of(sources, dataset))
+        raw = sources.read(dataset, reader_of(sources, dataset))
     return write_prepared(raw, out_dir, data, dataset.limit)
 
 

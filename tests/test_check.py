@@ -7,6 +7,7 @@ from click.testing import CliRunner
 from ruamel.yaml import YAML
 
 import stages.check
+import stages.prepare
 from tests import ROOT
 from tests.stage_runs import write_params
 
@@ -25,6 +26,20 @@ def test_the_shipped_file_is_without_mistakes_and_an_unknown_task_is_named(
     assert refused.exit_code == 1
     assert "baselines.base-vlm.task: no task is called 'nosuch'; there are amr, chat, detection, moe" in refused.output
     assert "profiles.tiny.datasets.visempar.task: no task is called 'amrr' (did you mean 'amr'?)" in refused.output
+
+
+def test_a_split_of_no_files_is_refused_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = YAML(typ="safe").load(ROOT / "params.yaml")
+    raw["profiles"]["tiny"]["datasets"]["visempar"] |= {
+        "source": f"folder:{ROOT / 'data/tiny/visempar'}",
+        "splits": {"test": "public_test*"},
+    }
+    write_params(raw)
+    refused = CliRunner().invoke(stages.prepare.main, ["visempar"])
+    assert refused.exit_code == 1
+    assert "profiles.tiny.datasets.visempar.splits.test: 'public_test*' matches no file of" in refused.output
+    assert not Path("data").exists() or not list(Path("data").rglob("*.parquet"))
 
 
 def test_settings_of_a_dataset_are_checked_by_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

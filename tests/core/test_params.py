@@ -197,6 +197,9 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({f"{DATASETS}.both.mix": None}, f"{DATASETS}.both.mix: missing"),
         ({f"{DATASETS}.both.source": "folder:x"}, f"{DATASETS}.both.mix: set"),
         ({f"{DATASETS}.both.limit": {"train": 3}}, f"{DATASETS}.both.limit: set"),
+        ({f"{DATASETS}.both.splits": {"test": "*.txt"}}, f"{DATASETS}.both.splits: not for a mix"),
+        ({f"{DATASETS}.visempar.splits": {"tset": "*.txt"}}, "splits.tset: unknown key (did you mean 'test'?)"),
+        ({"scored": "test"}, "scored: is test, but no dataset of profiles.tiny has files below splits.test"),
         ({f"{DATASETS}.both.mix": {"ohter": 3}}, "both.mix.ohter: the profile has no such dataset (did you mean"),
         ({f"{DATASETS}.both.mix": {"nutrition-tables": 3}}, "has the task detection, this one moe"),
         # Builds

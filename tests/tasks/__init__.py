@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import stages.prepare
-from stages.core.params.schema import DataParams, DatasetParams, LimitParams
+from stages.core.params.schema import DataParams, DatasetParams, LimitParams, SplitParams
 
 
 def prepare(
@@ -16,8 +16,10 @@ def prepare(
     limit: LimitParams | None = None,
     mix: dict[str, int | None] | None = None,
     reader: Any = None,
+    splits: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Prepares a dataset as the stage does. reader: the task's Reader. Returns the content of stats.json."""
     settings = asdict(reader) if reader else {}
-    dataset = DatasetParams(task=task, source=source, limit=limit, mix=mix, reader=settings)
+    named = SplitParams(**splits or {})
+    dataset = DatasetParams(task=task, source=source, splits=named, limit=limit, mix=mix, reader=settings)
     return stages.prepare.prepare(dataset, DataParams(skip_invalid=skip_invalid, selection=selection), out_dir)

@@ -84,6 +84,9 @@ def _top_level(params: Params) -> Problems:
         yield "profile", _unknown("profile is called", params.profile, params.profiles)
     if params.scored == "selection" and not params.data.selection:
         yield "scored", "is selection, but data.selection sets no samples aside; e.g. 0.15"
+    datasets = params.profiles[params.profile].datasets.values() if params.profile in params.profiles else ()
+    if params.scored == "test" and not any(dataset.splits.test for dataset in datasets):
+        yield "scored", f"is test, but no dataset of profiles.{params.profile} has files below splits.test"
 
 
 def _names(here: str, subject: RecipeParams | BaselineParams | BuildParams, params: Params) -> Problems:
@@ -167,6 +170,8 @@ def _profile(here: str, profile: ProfileParams) -> Problems:
 
 def _dataset(here: str, dataset: DatasetParams, datasets: dict[str, DatasetParams]) -> Problems:
     mix = dataset.mix or {}
+    if dataset.mix and dataset.splits.patterns():
+        yield f"{here}.splits", "not for a mix, whose splits are those of its parts"
     if (dataset.source == "mix") != bool(mix):
         yield f"{here}.mix", f"{'set' if mix else 'missing'}, though the source is {dataset.source}"
     if dataset.source == "mix" and dataset.limit is not None:

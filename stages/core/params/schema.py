@@ -90,6 +90,26 @@ class LimitParams:
 
     train: Positive | None = None
     val: Positive | None = None
+    test: Positive | None = None
+
+
+Patterns = Text | tuple[Text, ...]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SplitParams:
+    """Files of splits, as patterns of paths below the source's folder: `public_test*.txt`, `test/**/*`. Files that no
+    pattern matches belong to the other splits, by their names."""
+
+    train: Patterns = ()
+    val: Patterns = ()
+    test: Patterns = ()
+    """Scored with `scored: test`, and nothing else."""
+
+    def patterns(self) -> dict[str, tuple[str, ...]]:
+        """The patterns of each split that has some."""
+        given = {"train": self.train, "val": self.val, "test": self.test}
+        return {split: (each,) if isinstance(each, str) else each for split, each in given.items() if each}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -98,6 +118,8 @@ class DatasetParams:
     """The task whose `sources` package reads it."""
     source: Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+|mix)$")]
     """`folder:PATH`, `hub:OWNER/NAME@REVISION`, or `mix`, made of other datasets."""
+    splits: SplitParams = Field(default_factory=SplitParams)
+    """Files of the splits whose names do not say it. Without it there is no test split."""
     limit: LimitParams | None = None
     """Samples to take of each split of the source."""
     mix: dict[Name, Annotated[int, Field(ge=0, le=10**9)] | None] | None = None
@@ -443,8 +465,9 @@ class Params:
     profile: Name
     seed: Seed = 42
     """Seed of every training: order of samples, new weights, dropout. A recipe may have its own."""
-    scored: Literal["val", "selection"] = "val"
-    """The split that models are evaluated on: the validation split, or the samples that `data.selection` sets aside."""
+    scored: Literal["val", "selection", "test"] = "val"
+    """The split that models are evaluated on: the validation split, the samples that `data.selection` sets aside, or,
+    once all is chosen, the test split that `splits` of a dataset names."""
     compare: CompareParams = Field(default_factory=CompareParams)
     data: DataParams
     tracking: TrackingParams

@@ -1,7 +1,7 @@
 """Prepared datasets: from samples as a task reads them to the splits that training and evaluation read, and back.
 
-A prepared folder holds train.parquet, val.parquet, stats.json and, if one is set aside, selection.parquet. It appears
-only once every check has passed: each sample well-formed, no split empty, and no subject in two of them.
+A prepared folder holds stats.json and a parquet file of each split: train, val, and test or selection if there is one.
+It appears only once every check has passed: each sample well-formed, no split empty, and no subject in two of them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from stages.kit.data.texts import UnreadableText
 STATS_FILE = "stats.json"
 IMAGE_COLUMN = "images"
 """The column of the images that conversations show, one or several a row."""
+SPLITS = ("train", "val", "test", "selection")
 MAX_UNUSED = 20
 """Unused files named in stats.json and in the log; the rest are counted."""
 
@@ -78,8 +79,8 @@ class RawDataset(Generic[R]):
     source: str
     """With the full commit of a hub dataset."""
     splits: Mapping[str, Iterable[Sample[R]]]
-    """`train`, and `val` if the dataset has one; read while they are iterated over. `selection` only if it is not to
-    be set aside here."""
+    """`train`, and `val` and `test` if the dataset has them; read while they are iterated over. `selection` only if it
+    is not to be set aside here."""
     revision: str | None = None
     """The full commit of a hub dataset."""
     validation: str | None = None
@@ -130,11 +131,11 @@ def write_prepared(
 ) -> dict[str, Any]:
     """Check a dataset and write it, whole or not at all, to `out_dir`. Samples are held in memory without images.
 
-    data.skip_invalid: leave out invalid samples and training samples whose subject is validated on, counted and listed
-    in stats.json, instead of refusing them. data.selection: about this share of the training subjects becomes the
-    selection split: always the same ones. limit: at most this many records of a split, chosen by their content.
+    data.skip_invalid: leave out invalid samples, and samples whose subject is in a split that is scored later, counted
+    and listed in stats.json, instead of refusing them. data.selection: about this share of the training subjects
+    becomes the selection split: always the same ones. limit: at most this many records of a split, chosen by content.
     Returns the content of stats.json. Raises UserError if samples are invalid, a split is empty or a subject is in
-    both splits.
+    two splits.
     """
     preparation = _Preparation(dataset, data)
     with published(out_dir) as folder:
@@ -149,8 +150,10 @@ def write_prepared(
         log.info("validation split: %s", dataset.validation)
     if unused := stats["unused_files"]:
         log.warning("not read: %s", ", ".join(unused))
-    if leaked := preparation.splits["train"].leaked:
-        log.warning("%s left out: in the validation split too", pluralize(len(leaked), "training sample"))
+    for name, read in preparation.splits.items():
+        if read.leaked:
+            others = " and ".join(sorted({other for _, other, _, _ in read.leaked}))
+            log.warning("%s of %s left out: in %s too", pluralize(len(read.leaked), "sample"), name, others)
     return stats
 
 
@@ -165,8 +168,8 @@ class _Split(Generic[R]):
     invalid: list[tuple[Place, str]] = field(default_factory=list)
     """One entry a problem; a sample can have several."""
     invalid_rows: int = 0
-    leaked: list[tuple[Place, Place, str]] = field(default_factory=list)
-    """Samples whose subject is validated on: their place, its place there, and a name."""
+    leaked: list[tuple[Place, str, Place, str]] = field(default_factory=list)
+    """Samples whose subject is in another split: their place, that split, its place there, and a name."""
     digest: Any = field(default_factory=hashlib.sha256)
 
     def valid(self, samples: Iterable[Sample[R]]) -> Iterator[tuple[Place, R]]:
@@ -177,14 +180,6 @@ class _Split(Generic[R]):
             else:
                 self.num_valid += 1
                 yield place, record
-
-    def without_leaks(self, samples: Iterable[tuple[Place, R]], validated: Mapping[str, Place]) -> Iterator[R]:
-        """validated: where each subject of the validation split was read."""
-        for place, record in samples:
-            if seen := validated.get(record.subject()):
-                self.leaked.append((place, seen, str(record.content()[0])))
-            else:
-                yield record
 
     def rows(self, records: Iterable[R], limit: int | None, name: str, rules: Rules[R]) -> Iterator[dict[str, Any]]:
         for record in self._limited(records, limit):
@@ -211,37 +206,37 @@ class _Preparation(Generic[R]):
 
     def __init__(self, dataset: RawDataset[R], data: DataParams) -> None:
         self.dataset, self.rules, self.data = dataset, dataset.rules, data
-        self.splits: dict[str, _Split[R]] = {"train": _Split(), "val": _Split()}
-        if data.selection or "selection" in dataset.splits:
-            self.splits["selection"] = _Split()
+        names = {"train", "val", *dataset.splits, *(["selection"] if data.selection else [])}
+        self.splits: dict[str, _Split[R]] = {name: _Split() for name in SPLITS if name in names}
 
     def records(self) -> Iterator[tuple[str, Iterator[R]]]:
-        """Each split with its records, to be consumed in this order."""
+        """Each split with its records, to be consumed in this order: of a subject in two splits, the first keeps it."""
         samples = {split: self.splits[split].valid(given) for split, given in self.dataset.splits.items()}
         if "val" not in samples:
-            samples = self._hold_out(list(samples["train"]))
-        validated: dict[str, Place] = {}
+            samples |= self._hold_out(list(samples["train"]))
+        seen: dict[str, tuple[str, Place]] = {}
         aside: list[R] = []
+        share = 0.0 if "selection" in samples else self.data.selection
 
-        def noted() -> Iterator[R]:
-            for place, record in samples["val"]:
-                validated.setdefault(record.subject(), place)
-                yield record
+        def without_leaks(split: str) -> Iterator[R]:
+            for place, record in samples[split]:
+                other, there = seen.setdefault(record.subject(), (split, place))
+                if other != split:
+                    self.splits[split].leaked.append((place, other, there, str(record.content()[0])))
+                else:
+                    yield record
 
         def trained_on() -> Iterator[R]:
-            for record in self.splits["train"].without_leaks(samples["train"], validated):
+            for record in without_leaks("train"):
                 digest = hashlib.sha256(f"selection {record.subject()}".encode()).digest()
                 if int.from_bytes(digest[:4], "big") < share * 2**32:
                     aside.append(record)
                 else:
                     yield record
 
-        share = 0.0 if "selection" in samples else self.data.selection
-        yield "val", noted()
+        yield from ((split, without_leaks(split)) for split in ("test", "val", "selection") if split in samples)
         yield "train", trained_on()
-        if "selection" in samples:
-            yield "selection", self.splits["selection"].without_leaks(samples["selection"], validated)
-        elif "selection" in self.splits:
+        if "selection" not in samples and "selection" in self.splits:
             yield "selection", iter(aside)
 
     def _hold_out(self, valid: Sequence[tuple[Place, R]]) -> dict[str, Iterator[tuple[Place, R]]]:
@@ -263,12 +258,17 @@ class _Preparation(Generic[R]):
     def check(self) -> None:
         """Raises UserError if samples are invalid or leaked and not to be skipped, or a split is empty."""
         self._refuse_invalid(self.splits)
-        leaked = [f"{place} and {seen}: {name}" for split in self.splits.values() for place, seen, name in split.leaked]
+        leaked = [
+            f"{name} and {other}: {place} and {there}: {subject}"
+            for name, split in self.splits.items()
+            for place, other, there, subject in split.leaked
+        ]
         if leaked and not self.data.skip_invalid:
             raise UserError(
-                f"{self.dataset.source} has {pluralize(len(leaked), 'training sample')} whose {self.rules.subject} is "
-                f"in the validation split too, which makes scores worthless:\n{listed(leaked)}\n"
-                "Remove each from one of them, or leave the training ones out by data.skip_invalid: true in params.yaml"
+                f"{self.dataset.source} has {pluralize(len(leaked), 'sample')} whose {self.rules.subject} is in "
+                f"another split too, which makes scores worthless:\n{listed(leaked)}\n"
+                "Remove each from one of them, or set data.skip_invalid: true in params.yaml, which keeps it in test "
+                "rather than val, and in val rather than train"
             )
         for name, split in self.splits.items():
             if not split.records:
@@ -316,7 +316,7 @@ class _Preparation(Generic[R]):
             "invalid_rows": split.invalid_rows,
             "invalid": [{"file": at.file, at.unit: at.number, "problem": problem} for at, problem in split.invalid],
             "leaked_rows": len(split.leaked),
-            "leaked": [{"train": str(place), "val": str(seen)} for place, seen, _ in split.leaked],
+            "leaked": [{name: str(place), other: str(there)} for place, other, there, _ in split.leaked],
         }
 
 
@@ -387,6 +387,9 @@ def read_prepared(
     """
     path, fix = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
     if not path.is_file():
+        if (prepared_dir / STATS_FILE).is_file() and split == "test":
+            where = f"splits.test of the dataset {prepared_dir.name}"
+            raise UserError(f"{prepared_dir} has no test split; name its files in params.yaml, below {where}")
         raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
     found = read_schema(path, fix=fix)
     if may_have is not None and may_have.name in found.names:

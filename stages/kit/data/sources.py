@@ -14,7 +14,8 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from stages.core.errors import UserError, join_truncated, listed, pluralize
-from stages.core.given_files import given_files
+from stages.core.given_files import require_own
+from stages.core.params.schema import SplitParams
 from stages.kit.data.parquet import count_rows, missing_columns, read_rows
 
 READ_ON = "see docs/data.md"
@@ -110,20 +111,14 @@ def parquet_folder(source: str) -> tuple[Path, str, str | None]:
     return source_folder(source), source, None
 
 
-def read_parquet_split(
-    folder: Path, split: str, *, required: Sequence[str], expected: str
+def read_parquet_files(
+    folder: Path, paths: Sequence[Path], *, required: Sequence[str], expected: str
 ) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The raw rows of a split, in order of file name.
+    """The raw rows of a folder's files, in their order.
 
     required: columns, `outer.inner` for a field of a struct; others are not read.
-    expected: describes the files, for the message of the UserError raised if there are none or a column is missing.
+    expected: describes the files, for the message of the UserError raised if a column is missing.
     """
-    paths = split_paths(folder, split)
-    if not paths:
-        raise UserError(
-            f"{folder} has no files for the split {split}: {describe_folder(folder)}. Expected: {expected}, named "
-            f"data/{split}-*.parquet or {split}*.parquet as a Hugging Face dataset has them; {READ_ON}"
-        )
     lacking = [(path, ", ".join(missing)) for path in paths if (missing := missing_columns(path, required))]
     if lacking:
         lines = [f"{path} lacks {columns}, for all {count_rows(path)} rows" for path, columns in lacking]
@@ -138,18 +133,53 @@ def read_parquet_split(
             yield Place(file, number, "row"), row
 
 
-def split_paths(folder: Path, split: str) -> list[Path]:
-    """`data/{split}-*.parquet`, else `{split}*.parquet`; for `val` also the hub's other names of it."""
-    beginnings = ("val", "validation", *VALIDATION[1:]) if split == "val" else (split,)
-    names = (name for begin in beginnings for name in (f"data/{begin}-*.parquet", f"{begin}*.parquet"))
-    return next((paths for name in names if (paths := given_files(folder, name))), [])
+class WrongSplit(UserError):
+    """Raised for an entry of a dataset's `splits` whose files are not there, or are another split's too."""
+
+    def __init__(self, split: str, message: str) -> None:
+        super().__init__(f"splits.{split}: {message}")
+        self.split, self.problem = split, message
 
 
-def files_by_split(files: Sequence[Path]) -> dict[str, list[Path]]:
-    """The files that are named train*, and those of the first of VALIDATION; without `val` if there are none."""
-    named = {begin: [path for path in files if path.name.startswith(begin)] for begin in ("train", *VALIDATION)}
-    val = next((named[begin] for begin in VALIDATION if named[begin]), None)
-    return {"train": named["train"]} | ({"val": val} if val else {})
+def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
+    """The files that the dataset's `splits` names, by split. Raises WrongSplit."""
+    found: dict[str, list[Path]] = {}
+    for split, patterns in splits.patterns().items():
+        found[split] = []
+        for pattern in patterns:
+            try:
+                matching = [path for path in sorted(folder.glob(pattern)) if not path.is_dir()]
+            except (ValueError, NotImplementedError) as error:  # a path that is absolute, or `**` within a name
+                raise WrongSplit(split, f"{pattern!r} is no pattern of paths below a folder: {error}") from None
+            if not matching:
+                raise WrongSplit(split, f"{pattern!r} matches no file of {folder}: {describe_folder(folder)}")
+            for path in matching:
+                require_own(path, folder)
+            if twice := [path for path in matching if any(path in paths for paths in found.values())]:
+                raise WrongSplit(split, f"{twice[0]} is matched by another pattern too")
+            found[split] += matching
+    return found
+
+
+def files_by_split(folder: Path, files: Sequence[Path], splits: SplitParams, *, expected: str) -> dict[str, list[Path]]:
+    """The files of each split: those that `splits` names; of the others `files` that are named train*, and those of
+    the first of VALIDATION. Without `val` if there are none.
+
+    expected: describes the files, for the message of the UserError raised if there are none to train on.
+    """
+    named = named_files(folder, splits)
+    taken = {path for paths in named.values() for path in paths}
+
+    def beginning_with(begin: str) -> list[Path]:
+        return [path for path in files if path.name.startswith(begin) and path not in taken]
+
+    found = {"train": beginning_with("train")}
+    if val := next((some for name in VALIDATION if name not in named and (some := beginning_with(name))), None):
+        found["val"] = val
+    found |= named
+    if not found["train"]:
+        raise UserError(f"{folder} has no training files: {describe_folder(folder)}. Expected: {expected}; {READ_ON}")
+    return found
 
 
 def describe_folder(folder: Path) -> str:

@@ -251,7 +251,8 @@ def _seed_words(comparison: Comparison) -> Iterator[str]:
 
 def _run_words(runs: Sequence[Run]) -> Iterator[str]:
     if splits := {str(run.metrics["split"]) for run in runs if "split" in run.metrics}:
-        yield f"Scored on the split {', '.join(splits)}, which settings are chosen by: no result to report."
+        reason = ", which settings are chosen by: no result to report." if "selection" in splits else "."
+        yield f"Scored on the split {', '.join(splits)}{reason}"
     by_engine: dict[str, list[str]] = {}
     for run in runs:
         by_engine.setdefault(str(run.metrics.get("engine", "transformers")), []).append(run.name)

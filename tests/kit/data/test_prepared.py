@@ -37,14 +37,21 @@ def samples(file: str, words: Iterable[str]) -> list[Sample[Word]]:
 
 
 def prepare(
-    out_dir: Path, train: str, val: str | None = None, *, limit: LimitParams | None = None, **data: Any
+    out_dir: Path,
+    train: str,
+    val: str | None = None,
+    *,
+    test: str | None = None,
+    limit: LimitParams | None = None,
+    **data: Any,
 ) -> dict[str, Any]:
     def summary(_: str, records: Sequence[Word]) -> dict[str, Any]:
         return {"longest": max(len(record.word) for record in records)}
 
     splits = {"train": samples("train.txt", train.split())}
-    if val is not None:
-        splits["val"] = samples("val.txt", val.split())
+    for split, words in {"val": val, "test": test}.items():
+        if words is not None:
+            splits[split] = samples(f"{split}.txt", words.split())
     rules = Rules(schema=SCHEMA, summary=summary, expected="files of words", subject="word", held_out=0.25)
     dataset = RawDataset(rules=rules, source="folder:in", splits=splits, unused_files=lambda: ["c.txt", "b.txt"])
     return write_prepared(dataset, out_dir, DataParams(**data), limit)
@@ -95,7 +102,7 @@ def test_the_same_samples_give_the_same_bytes_and_others_another_digest(tmp_path
         ("a", "!b", {}, ("Nothing of val is valid", "Expected: files of words")),
         ("!b", None, {}, ("Nothing of train is valid",)),
         ("a " + "! " * 30, "d", {}, ("30 invalid samples", "and 10 more")),
-        ("a B b", "b c b", {}, ("2 training samples whose word", "train.txt line 2 and val.txt line 1: B")),
+        ("a B b", "b c b", {}, ("2 samples whose word", "train and val: train.txt line 2 and val.txt line 1: B")),
         ("a !b", "a", {"skip_invalid": True}, ("no valid sample in the split train; 2 samples left out",)),
         ("a", "!b", {"skip_invalid": True}, ("no valid sample in the split val; 1 sample left out",)),
         ("a", "", {}, ("no valid sample in the split val",)),
@@ -126,7 +133,28 @@ def test_skipped_samples_are_counted_and_listed(tmp_path: Path, caplog: pytest.L
     ]
     assert (stats["train"]["leaked_rows"], stats["val"]["leaked_rows"]) == (1, 0)
     assert stats["train"]["leaked"] == [{"train": "train.txt line 3", "val": "val.txt line 2"}]
-    assert "1 training sample left out: in the validation split too" in caplog.messages
+    assert "1 sample of train left out: in val too" in caplog.messages
+
+
+def test_a_word_is_left_in_the_split_that_is_scored_last(tmp_path: Path) -> None:
+    stats = prepare(tmp_path / "out", "a B c d", "b e", test="C e f", skip_invalid=True)["splits"]
+    found = {split: words(tmp_path / "out", split) for split in stats}
+    assert found == {"train": ["a", "d"], "val": ["b"], "test": ["C", "e", "f"]}
+    assert stats["val"]["leaked"] == [{"val": "val.txt line 2", "test": "test.txt line 2"}]
+    assert {each["train"]: each.get("test", each.get("val")) for each in stats["train"]["leaked"]} == {
+        "train.txt line 2": "val.txt line 1",
+        "train.txt line 3": "test.txt line 1",
+    }
+    with pytest.raises(UserError, match=r"3 samples .*\n.*train and val: .*\n.*train and test: .*\n.*val and test: "):
+        prepare(tmp_path / "refused", "a B c d", "b e", test="C e f")
+
+
+def test_validation_is_held_out_beside_a_test_split(tmp_path: Path) -> None:
+    stats = prepare(tmp_path / "out", "a b c d e f g h i", test="x a", skip_invalid=True)["splits"]
+    found = {split: set(words(tmp_path / "out", split)) for split in stats}
+    assert found["test"] == {"x", "a"}
+    assert found["train"] | found["val"] == set("bcdefghi")
+    assert found["val"]
 
 
 def test_a_share_is_held_out_and_one_set_aside_whatever_the_order(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages.core.errors import UserError
+from stages.core.params.schema import SplitParams
 from stages.kit.data.sources import (
     describe_folder,
     fetch_snapshot,
+    files_by_split,
     parquet_folder,
-    read_parquet_split,
+    read_parquet_files,
 )
 
 FIRST, SECOND = "0123456" + "a" * 33, "0123456" + "b" * 33
@@ -64,31 +66,62 @@ def write(path: Path, *names: str) -> None:
     pq.write_table(pa.table({"name": list(names)}), path)
 
 
-def read(folder: Path, split: str, *required: str) -> list[tuple[str, str]]:
-    rows = read_parquet_split(folder, split, required=required or ("name",), expected="files with names")
+def read(folder: Path, paths: list[Path], *required: str) -> list[tuple[str, str]]:
+    rows = read_parquet_files(folder, paths, required=required or ("name",), expected="files with names")
     return [(str(place), row["name"]) for place, row in rows]
 
 
-def test_the_rows_of_a_split_come_in_order_of_file_and_row(tmp_path: Path) -> None:
-    for file, names in {"data/train-1": "c", "data/train-0": "ab", "data/val-0": "d", "train": "x"}.items():
-        write(tmp_path / f"{file}.parquet", *names)
-    assert read(tmp_path, "train") == [
+def test_rows_come_in_order_of_file_and_row_and_a_missing_column_is_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / "data" / f"train-{number}.parquet" for number in range(2)]
+    write(paths[0], "a", "b")
+    write(paths[1], "c")
+    assert read(tmp_path, paths) == [
         ("data/train-0.parquet row 0", "a"),
         ("data/train-0.parquet row 1", "b"),
         ("data/train-1.parquet row 0", "c"),
     ]
-    assert read(tmp_path / "data", "val") == [("val-0.parquet row 0", "d")]
-    (tmp_path / "data/val-0.parquet").rename(tmp_path / "data/test-0.parquet")
-    assert read(tmp_path, "val") == [("data/test-0.parquet row 0", "d")]
+    with pytest.raises(UserError, match=r"train-1.parquet lacks age, box\.width, for all 1 rows\nExpected: files with"):
+        read(tmp_path, paths, "name", "age", "box.width")
 
 
-def test_a_missing_column_or_split_is_refused_with_the_expected_files(tmp_path: Path) -> None:
-    for file in ("data/train-0", "data/train-1"):
-        write(tmp_path / f"{file}.parquet", "a", "b")
-    with pytest.raises(UserError, match=r"train-1.parquet lacks age, box\.width, for all 2 rows\nExpected: files with"):
-        read(tmp_path, "train", "name", "age", "box.width")
-    with pytest.raises(UserError, match=r"split val: it holds 2 .parquet files.*Expected: files with names"):
-        read(tmp_path, "val")
+FILES = ("train_1.txt", "train_2.txt", "dev.txt", "test.txt", "public_test_ground_truth.txt", "more/notes.txt")
+
+
+def chosen(folder: Path, **splits: str) -> dict[str, str]:
+    for name in FILES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    files = sorted(folder.glob("*.txt"))
+    found = files_by_split(folder, files, SplitParams(**splits), expected="files of words")
+    return {split: " ".join(path.relative_to(folder).as_posix() for path in paths) for split, paths in found.items()}
+
+
+def test_files_belong_to_the_split_that_names_them_or_else_to_that_of_their_names(tmp_path: Path) -> None:
+    train = "train_1.txt train_2.txt"
+    assert chosen(tmp_path) == {"train": train, "val": "dev.txt"}
+    truth = "public_test_ground_truth.txt"
+    assert chosen(tmp_path, test="public_test*") == {"train": train, "val": "dev.txt", "test": truth}
+    assert chosen(tmp_path, val="train_2.txt") == {"train": "train_1.txt", "val": "train_2.txt"}
+    assert chosen(tmp_path, test="dev.txt") == {"train": train, "test": "dev.txt"}, "and test.txt is not validated on"
+    assert chosen(tmp_path, train="**/notes*", test=truth)["train"] == "more/notes.txt"
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ({"test": "publik*"}, r"splits\.test: 'publik\*' matches no file of .*: it holds 6 \.txt files"),
+        ({"val": "dev*", "test": "d*.txt"}, r"splits\.test: .*dev\.txt is matched by another pattern too"),
+        ({"test": "/etc/*"}, r"splits\.test: '/etc/\*' is no pattern"),
+        ({"test": "../*"}, r"leads out of"),
+        ({"train": "more", "test": "more"}, r"splits\.train: 'more' matches no file"),
+        ({"val": "train*"}, "no training files: it holds 6 .txt files.*Expected: files of words"),
+    ],
+)
+def test_a_split_of_no_files_or_of_anothers_is_refused(tmp_path: Path, splits: dict[str, str], message: str) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret").touch()
+    with pytest.raises(UserError, match=message):
+        chosen(tmp_path / "in", **splits)
 
 
 def test_the_files_of_a_folder_are_described_by_kind_and_links_not_followed(tmp_path: Path) -> None:

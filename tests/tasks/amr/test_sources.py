@@ -134,10 +134,16 @@ def test_a_sentence_in_both_splits_is_refused_however_it_is_spelled_or_left_out(
     assert caplog.messages == [
         "validation split: val.txt",
         "not read: public_test.txt",
-        "1 training sample left out: in the validation split too",
+        "1 sample of train left out: in val too",
     ]
     assert [record.sentence for record in read_split(tmp_path / "prepared", "train")] == ["câu số 2 ."]
     assert stats["splits"]["train"]["invalid_rows"] == 1
+    named = {"test": "public_test*"}
+    source = folder(tmp_path / "named", train=block(1) + block(2), val=block(3), public_test=block(4) + block(5))
+    prepare("amr", f"folder:{source}", out_dir=tmp_path / "three", splits=named)
+    assert [record.sentence for record in read_split(tmp_path / "three", "test")] == ["câu số 4 .", "câu số 5 ."]
+    with pytest.raises(UserError, match=r"no test split; name its files in params.yaml, below splits.test"):
+        read_split(tmp_path / "prepared", "test")
     source = folder(tmp_path / "again", train=block(1) + block(2), val=val)
     assert "train.txt line 1 and val.txt line 7: câu số 1 ." in refused(source)
 

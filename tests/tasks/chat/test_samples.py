@@ -110,7 +110,7 @@ def test_a_split_with_images_is_read_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"image": b"<html>"}, "cannot identify image"),
+        ({"image": b"<html>"}, "none of JPEG, PNG, WEBP"),
         ({"image": png(size=(40, 31))}, r"\(40, 31\), expected \(40, 30\)"),
         ({"message": 2}, "place 0 of message 3"),
         ({"offset": 9}, "place 9 of message 1"),

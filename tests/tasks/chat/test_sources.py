@@ -133,8 +133,8 @@ def test_the_pixels_of_images_belong_to_the_question(tmp_path: Path) -> None:
     as_lines(tmp_path, {"messages": asked(IMAGE, TEXT), "images": [BLUE]})
     as_lines(tmp_path, {"messages": asked(IMAGE, TEXT), "images": [GREEN]}, line(1), name="val")
     prepared(tmp_path)
-    Image.open(tmp_path / "p/train0-0.png").save(tmp_path / "blue.bmp")  # the same pixels in other bytes
-    blue = (tmp_path / "blue.bmp").read_bytes()
+    Image.open(tmp_path / "p/train0-0.png").save(tmp_path / "blue.webp", lossless=True)  # the same pixels
+    blue = (tmp_path / "blue.webp").read_bytes()
     as_lines(tmp_path, line(1), {"messages": asked(IMAGE, TEXT), "images": [blue]}, name="val")
     assert "train.jsonl line 1 and val.jsonl line 2: 'or'" in refusal(tmp_path)
 
@@ -210,9 +210,9 @@ def test_the_same_question_is_in_one_split_whatever_its_group(tmp_path: Path) ->
     write_lines(tmp_path / "train.jsonl", line(1, who="a"), line(2, who="b"), line(3, who="c"))
     write_lines(tmp_path / "val.jsonl", line(9, who="z"), {"messages": messages("what  is 2?", "No."), "who": "y"})
     message = refusal(tmp_path, group="who")
-    assert "1 training sample whose question or who is in the validation split too" in message
+    assert "1 sample whose question or who is in another split too" in message
     assert "train.jsonl line 2 and val.jsonl line 2: 'What is 2?'" in message
-    assert "1 training sample whose question is" in refusal(tmp_path)
+    assert "1 sample whose question is" in refusal(tmp_path)
 
 
 def test_a_group_is_held_out_whole_with_all_that_ask_the_same(tmp_path: Path) -> None:

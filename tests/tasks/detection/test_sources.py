@@ -242,6 +242,24 @@ def test_an_image_is_found_beside_its_annotations_and_unused_files_are_logged(
     assert "image 'a.png': 2 images have this name: train2017/a.png" in refusal(tmp_path, "coco")
 
 
+NAMED = {"coco": "**/*exam*.json", "yolo": "exam/**/*", "voc": "**/exam.txt", "parquet": "data/exam*"}
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_test_split_is_named_by_patterns_in_every_form(tmp_path: Path, form: str) -> None:
+    box = ((0.125, 0.5, 0.875, 0.75), "cup")
+    photos = {**PHOTOS, "exam": [Photo(name="d.png", encoded=png((0, 9, 9)), boxes=[box])]}
+    assert set(records(tmp_path, form, photos)) == {"train", "val"}
+    splits = {"test": NAMED[form]}
+    reader = Reader(**({"columns": COLUMNS} if form == "parquet" else {}) | ASKED)
+    source = f"folder:{tmp_path / form}"
+    stats = prepare("detection", source, out_dir=tmp_path / "out", reader=reader, splits=splits)
+    assert {split: found["records"] for split, found in stats["splits"].items()} == {"train": 3, "val": 1, "test": 1}
+    assert [record.image_id for record in read_split(tmp_path / "out", "test")] == ["d"]
+    with pytest.raises(UserError, match=r"splits.val: 'exma/\*' matches no file"):
+        prepare("detection", source, out_dir=tmp_path / "out", reader=reader, splits={"val": "exma/*"})
+
+
 def test_without_a_split_a_share_is_held_out(tmp_path: Path) -> None:
     photos = [Photo(name=f"{n}.png", encoded=png((n, n, 0)), boxes=[((0, 0, 0.5, 1), "cup")]) for n in range(10)]
     write_voc(tmp_path / "voc", {"all": photos})

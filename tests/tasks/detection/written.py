@@ -134,7 +134,8 @@ def write_parquet(folder: Path, photos: Photos) -> None:
         ],
         metadata={"huggingface": json.dumps({"info": {"features": features}})},
     )
-    for split, name in (("train", "train"), ("val", "validation")):
+    for split in photos:
+        name = {"val": "validation"}.get(split, split)
         rows = [
             {
                 "name": Path(photo.name).stem,

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.core.errors import UserError
 from stages.core.given_files import given_files
+from stages.core.params.schema import DatasetParams
 from stages.core.tasks import NoSettings
 from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files
-from stages.kit.data.sources import READ_ON, Place, describe_folder, files_by_split, source_folder
+from stages.kit.data.sources import Place, files_by_split, source_folder
 from stages.kit.data.texts import markup_problem
 from stages.tasks.amr.samples import ANSWER_FORMATS, SCHEMA, Record, encode, parse_record
 from stages.tasks.amr.samples.blocks import Block, read_blocks, read_lines
@@ -42,22 +42,18 @@ RULES = Rules(
 )
 
 
-def read(source: str, _: NoSettings) -> RawDataset[Record]:
+def read(dataset: DatasetParams, _: NoSettings) -> RawDataset[Record]:
     """The corpus of `folder:PATH`: train*.txt and val*, dev* or test*.txt.
 
     Without a validation file a share of the training sentences is held out. A sample whose id is not unique gets
     FILE:LINE instead.
     """
     known = "folder:PATH (the corpora are not on the hub: put their text files into a folder)"
-    folder = source_folder(source, known=known)
+    folder = source_folder(dataset.source, known=known)
     files = given_files(folder, "*.txt")
-    chosen = files_by_split(files)
-    if not chosen["train"]:
-        raise UserError(
-            f"{folder} has no training files: {describe_folder(folder)}. Expected: {RULES.expected}; {READ_ON}"
-        )
+    chosen = files_by_split(folder, files, dataset.splits, expected=RULES.expected)
     held_out = f"{RULES.held_out:.0%} of the training sentences, by a digest of each"
-    found = read_text_files(source, files, chosen, _read_file, RULES, held_out=held_out)
+    found = read_text_files(dataset.source, files, chosen, _read_file, RULES, held_out=held_out)
     splits = {split: list(samples) for split, samples in found.splits.items()}
     records = (record for samples in splits.values() for _, record in samples)
     counts = Counter(record.id for record in records if isinstance(record, Record))

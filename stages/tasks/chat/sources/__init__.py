@@ -19,12 +19,12 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError, pluralize
 from stages.core.given_files import given_files, require_own
-from stages.core.params.schema import STRICT, Text
+from stages.core.params.schema import STRICT, DatasetParams, Text
 from stages.core.records import cut, dotted, shown
 from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
 from stages.kit.data.parquet import read_rows
 from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files
-from stages.kit.data.sources import READ_ON, Place, describe_folder, files_by_split, parquet_folder, split_paths
+from stages.kit.data.sources import READ_ON, Place, describe_folder, files_by_split, parquet_folder
 from stages.kit.data.texts import SURROGATE, TEXT_METRICS, TextMetric, json_lines, markup_problem, read_text
 from stages.tasks.chat.samples import (
     IMAGES,
@@ -55,30 +55,23 @@ class Reader:
     """A conversation with a larger image is invalid, and refused before the image is decoded."""
 
 
-def read(source: str, reader: Reader) -> RawDataset[Record]:
+def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
     """Conversations of `folder:PATH`, JSON Lines or parquet, or of `hub:OWNER/NAME@REVISION`, parquet.
 
     Files train* and val*, dev* or test* are the two splits; without the latter a share of the groups is held out.
     Raises UserError if a folder holds files of both kinds, or no training files.
     """
     rules = _rules(reader)
-    folder, resolved, revision = parquet_folder(source)
+    folder, resolved, revision = parquet_folder(dataset.source)
     lines = [] if revision else given_files(folder, "*.jsonl")
-    tables = given_files(folder, "*.parquet", "data/*.parquet")
+    tables = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
     if lines and tables:
         raise UserError(
             f"{folder} holds JSON Lines and parquet: {describe_folder(folder)}. Keep one of them; {READ_ON}"
         )
-    if lines:
-        chosen = files_by_split(lines)
-    else:
-        chosen = {split: paths for split in ("train", "val") if (paths := split_paths(folder, split))}
-    if not chosen.get("train"):
-        raise UserError(
-            f"{folder} has no training files: {describe_folder(folder)}. Expected: {rules.expected}; {READ_ON}"
-        )
+    chosen = files_by_split(folder, lines or tables, dataset.splits, expected=rules.expected)
     held_out = f"{rules.held_out:.0%} of the training groups, by a digest of each"
-    dataset = read_text_files(
+    found = read_text_files(
         resolved,
         lines or tables,
         chosen,
@@ -86,10 +79,10 @@ def read(source: str, reader: Reader) -> RawDataset[Record]:
         rules,
         held_out=held_out,
     )
-    splits = _grouped({split: list(samples) for split, samples in dataset.splits.items()})
+    splits = _grouped({split: list(samples) for split, samples in found.splits.items()})
     if any(isinstance(each, Record) and each.shown_images for samples in splits.values() for _, each in samples):
         rules = replace(rules, schema=SCHEMA.append(IMAGES))
-    return replace(dataset, rules=rules, splits=splits, revision=revision)
+    return replace(found, rules=rules, splits=splits, revision=revision)
 
 
 def _rules(reader: Reader) -> Rules[Record]:

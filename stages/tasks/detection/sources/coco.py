@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from stages.core.records import problems, shown
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import UnreadableText
-from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, chosen_splits
+from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
 from stages.tasks.detection.sources.rows import BoxForm
 
 FORM = BoxForm(order="xywh", unit="pixels")
@@ -61,7 +61,7 @@ def annotation_files(folder: Folder) -> list[str]:
 
 def read(folder: Folder) -> Splits:
     files = folder.by_split(annotation_files(folder))
-    return chosen_splits(files, "annotation files", lambda paths: _samples(folder, paths))
+    return folder.splits(files, "annotation files", lambda paths: _samples(folder, paths))
 
 
 def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:

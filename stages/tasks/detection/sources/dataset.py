@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import UserError, join_truncated, listed
+from stages.core.given_files import given_files
+from stages.core.params.schema import DatasetParams, SplitParams
 from stages.core.records import cut, nearest, shown
 from stages.kit.data.parquet import read_schema
 from stages.kit.data.prepared import RawDataset, Rules, Sample
-from stages.kit.data.sources import READ_ON, describe_folder, parquet_folder, read_parquet_split, split_paths
+from stages.kit.data.sources import READ_ON, describe_folder, files_by_split, parquet_folder, read_parquet_files
 from stages.kit.data.texts import markup_problem
 from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
 from stages.tasks.detection.samples.records import SCHEMA, DetectionRecord
@@ -32,16 +34,16 @@ PARQUET = f"parquet files with the columns {', '.join(REQUIRED)}"
 log = logging.getLogger("stages")
 
 
-def read(source: str, reader: Reader) -> RawDataset[DetectionRecord]:
+def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
     """Images with boxes of `folder:PATH`, in any form that is read here, or of `hub:OWNER/NAME@REVISION`."""
     _require_answerable(reader)
-    root, resolved, revision = parquet_folder(source)
-    folder = Folder(root)
+    root, resolved, revision = parquet_folder(dataset.source)
+    folder = Folder(root, dataset.splits)
     name = "parquet" if revision else _form_of(folder, reader.format)
     if name == "parquet":
         columns = reader.columns
         form = OPEN_FOOD_FACTS if columns is None else BoxForm(order=columns.order, unit=columns.unit)
-        expected, splits = PARQUET, _read_parquet(root, columns)
+        expected, splits = PARQUET, _read_parquet(root, columns, dataset.splits)
     elif reader.columns is not None:
         raise UserError(f"the dataset's `columns` in params.yaml are of parquet files, and {root} is read as {name}")
     else:
@@ -102,28 +104,28 @@ def _form_of(folder: Folder, wanted: DataForm | None) -> str:
     return name
 
 
-def _read_parquet(folder: Path, columns: Columns | None) -> Splits:
-    """The files of `train` and `val`, or of the hub's other names of the validation split.
-
-    Raises UserError if the files of a split or one of their columns are missing.
-    """
+def _read_parquet(folder: Path, columns: Columns | None, named: SplitParams) -> Splits:
+    """The files of the splits. Raises UserError if there are none to train on, or one of their columns is missing."""
     required, expected = REQUIRED, PARQUET
     if columns is not None:
-        named = (columns.image_id, columns.image, columns.boxes, columns.category)
-        required = tuple(name for name in named if name is not None)
+        asked = (columns.image_id, columns.image, columns.boxes, columns.category)
+        required = tuple(name for name in asked if name is not None)
         expected = f"parquet files with the columns {', '.join(required)}, as `columns` of the dataset names them"
+    expected += ", named train*.parquet, in the folder or in data/"
 
-    def samples(split: str) -> Iterator[RawSample]:
+    def samples(paths: Sequence[Path]) -> Iterator[RawSample]:
         class_names = cache(_class_names)
-        for place, row in read_parquet_split(folder, split, required=required, expected=expected):
+        for place, row in read_parquet_files(folder, paths, required=required, expected=expected):
             if columns is None:
                 yield place, row
             else:
                 yield place, _renamed(row, str(place), columns, class_names(folder / place.file, columns.category))
 
-    splits = ["train", "val"] if columns is None or split_paths(folder, "val") else ["train"]
+    files = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
+    chosen = files_by_split(folder, files, named, expected=expected)
     return Splits(
-        samples={split: samples(split) for split in splits}, validation=None if "val" in splits else HELD_OUT_IMAGES
+        samples={split: samples(paths) for split, paths in chosen.items()},
+        validation=None if "val" in chosen else HELD_OUT_IMAGES,
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from stages.core.errors import UserError
 from stages.core.given_files import require_own
-from stages.kit.data.sources import VALIDATION, Place
+from stages.core.params.schema import SplitParams
+from stages.kit.data.sources import VALIDATION, Place, named_files
 from stages.kit.data.texts import UnreadableText, read_text
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -34,7 +35,7 @@ class Splits:
     """The samples of a dataset's splits."""
 
     samples: dict[str, Iterator[RawSample]]
-    """`train`, and `val` if the dataset has one."""
+    """`train`, and `val` and `test` if the dataset has them."""
     validation: str | None
     """A description of the validation split; None if its files' names say enough."""
     unused: Sequence[str] = ()
@@ -47,9 +48,12 @@ class Folder:
     Links to folders are not followed. Paths are relative, with slashes on every machine.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, splits: SplitParams) -> None:
         self.root = root
         self.files = sorted(self._walk())
+        self.named = named_files(root, splits)
+        """The files that `splits` of the dataset names, by split."""
+        self._split_of = {path.relative_to(root).as_posix(): name for name, some in self.named.items() for path in some}
         self.images = self.with_suffix(*IMAGES)
         self._read: set[str] = set()
         self._by_name: dict[str, list[str]] = defaultdict(list)
@@ -131,14 +135,17 @@ class Folder:
         return found
 
     def split_of(self, path: str) -> str | None:
-        """`train`, or one of VALIDATION: the first such word in the file's name, or else in the folder nearest to it.
+        """The split that names the file; else `train`, or one of VALIDATION: the first such word in the file's name, or
+        else in the folder nearest to it; "unused" if all files of that split are named.
 
         Words are runs of letters: instances_train2017.json is of train, and so is train/labels/7.txt.
         """
+        if path in self._split_of:
+            return self._split_of[path]
         pure = PurePosixPath(path)
         for part in (pure.stem, *reversed(pure.parent.parts)):
             if found := [SPLIT_WORDS[word] for word in re.findall("[a-z]+", part.lower()) if word in SPLIT_WORDS]:
-                return found[0]
+                return "unused" if found[0] in self.named else found[0]
         return None
 
     def by_split(self, paths: Iterable[str]) -> dict[str | None, list[str]]:
@@ -148,19 +155,21 @@ class Folder:
             found[self.split_of(path)].append(path)
         return found
 
+    def splits(
+        self, paths: dict[str | None, list[str]], what: str, read: Callable[[list[str]], Iterator[RawSample]]
+    ) -> Splits:
+        """The splits to train, to validate and to test on, each read by `read`.
 
-def chosen_splits(
-    paths: dict[str | None, list[str]], what: str, read: Callable[[list[str]], Iterator[RawSample]]
-) -> Splits:
-    """The splits to train and to validate on, each read by `read`.
-
-    paths: by split. what: describes them, for messages. If no path names a split, all are to train on, and a share of
-    the images is held out.
-    """
-    validation = next((name for name in VALIDATION if paths.get(name)), None)
-    train = paths.get("train") or ([] if validation else paths.get(None, []))
-    unused = [path for name, some in paths.items() for path in some if some is not train and name != validation]
-    if validation is None:
-        return Splits(samples={"train": read(train)}, validation=HELD_OUT_IMAGES, unused=unused)
-    samples = {"train": read(train), "val": read(paths[validation])}
-    return Splits(samples=samples, validation=f"the {what} of {validation}", unused=unused)
+        paths: by split. what: describes them, for messages. If no path names a split to validate on, a share of the
+        images is held out.
+        """
+        tested = {"test": paths.get("test", [])} if "test" in self.named else {}
+        validation = next((name for name in VALIDATION if paths.get(name) and name not in tested), None)
+        train = paths.get("train") or ([] if validation else paths.get(None, []))
+        chosen = {"train": train, **({"val": paths[validation]} if validation else {}), **tested}
+        read_paths = {path for some in chosen.values() for path in some}
+        return Splits(
+            samples={split: read(some) for split, some in chosen.items()},
+            validation=f"the {what} of {validation}" if validation else HELD_OUT_IMAGES,
+            unused=[path for some in paths.values() for path in some if path not in read_paths],
+        )

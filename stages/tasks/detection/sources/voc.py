@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 from stages.core.records import shown
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import UnreadableText
-from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, chosen_splits
+from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
 from stages.tasks.detection.sources.rows import BoxForm
 
 FORM = BoxForm(order="xyxy", unit="pixels")
@@ -31,17 +31,19 @@ def annotation_files(folder: Folder) -> list[str]:
 
 def read(folder: Folder) -> Splits:
     files = annotation_files(folder)
-    lists: dict[str | None, list[str]] = {
-        pure.stem: [path]
-        for path in folder.with_suffix(".txt")
-        if (pure := PurePosixPath(path)).parts[-3:-1] == ("ImageSets", "Main") and folder.split_of(path) == pure.stem
-    }
+    lists = folder.by_split(path for path in folder.with_suffix(".txt") if _is_list(folder, path))
     if not lists:
-        return chosen_splits(folder.by_split(files), "XML files", lambda paths: _samples(folder, paths))
+        return folder.splits(folder.by_split(files), "XML files", lambda paths: _samples(folder, paths))
     by_stem: dict[str, list[str]] = defaultdict(list)
     for path in files:
         by_stem[PurePosixPath(path).stem].append(path)
-    return chosen_splits(lists, "lists in ImageSets/Main", lambda paths: _listed(folder, paths, by_stem))
+    return folder.splits(lists, "lists in ImageSets/Main", lambda paths: _listed(folder, paths, by_stem))
+
+
+def _is_list(folder: Folder, path: str) -> bool:
+    """Whether a file is train.txt or the like in ImageSets/Main, or one there that `splits` names."""
+    pure, split = PurePosixPath(path), folder.split_of(path)
+    return pure.parts[-3:-1] == ("ImageSets", "Main") and (split == pure.stem or split in folder.named)
 
 
 def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, list[str]]) -> Iterator[RawSample]:

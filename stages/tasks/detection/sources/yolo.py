@@ -19,7 +19,7 @@ from stages.core.errors import UserError, pluralize
 from stages.core.records import Unreadable, problems, read_yaml, refusal
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import EmptyText, UnreadableText
-from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, chosen_splits
+from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
 from stages.tasks.detection.sources.rows import BoxForm
 
 FORM = BoxForm(order="cxcywh", unit="share")
@@ -59,14 +59,14 @@ def read(folder: Folder) -> Splits:
         )
     data = _data_file(folder, found[0])
     splits: dict[str | None, list[str]] = {}
-    if data.train and data.val:
+    if data.train and data.val and not folder.named:
         for split, entries in (("train", data.train), ("val", data.val)):
             entries = [entries] if isinstance(entries, str) else entries
             splits[split] = [path for entry in entries for path in _below(folder, entry, found[0])]
     else:
         splits = folder.by_split(folder.images)
     names = dict(enumerate(data.names)) if isinstance(data.names, list) else data.names
-    return chosen_splits(splits, "images", lambda paths: _samples(folder, paths, names))
+    return folder.splits(splits, "images", lambda paths: _samples(folder, paths, names))
 
 
 def _data_file(folder: Folder, path: str) -> DataFile:
