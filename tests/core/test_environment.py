@@ -70,7 +70,7 @@ def test_a_stage_without_a_network_is_offline_and_repeatable(environment: Enviro
     for network in (True, False):
         found = environment("base", {"HF_HUB_OFFLINE": "0", "PYTHONHASHSEED": "7"}, network=network)
         assert all(found.get(name) == "1" for name in OFFLINE) != network
-        assert found["PYTHONHASHSEED"] == "0"
+        assert (found["PYTHONHASHSEED"], found["NCCL_CUMEM_HOST_ENABLE"]) == ("0", "0")
 
 
 def test_the_machine_reaches_a_process_and_not_a_container() -> None:

@@ -212,6 +212,18 @@ def test_online_tracking_is_refused_in_a_container_alone() -> None:
     launcher.refuse_online_tracking(request("train", "r1-llm-only", params=params), ProcessEngine())
 
 
+@pytest.mark.parametrize(("nodes", "logged"), [(1, False), (2, True)])
+def test_containers_on_nodes_with_infiniband_log_that_they_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nodes: int, logged: bool
+) -> None:
+    container = ApptainerEngine(name="apptainer", sif_path=tmp_path, image=("bakeoff:cpu", "sha256:0"))
+    monkeypatch.setattr(launcher, "INFINIBAND", tmp_path)
+    monkeypatch.setattr(launcher, "choose_engine", lambda *_, **__: container)
+    monkeypatch.setattr(launcher, "run_here", lambda *_: 0)
+    assert launcher.launch(request_of(ROOT, "train", "r1-llm-only", num_nodes=nodes)) == 0
+    assert ("meet over TCP" in capsys.readouterr().err) == logged
+
+
 def test_only_trainings_tracked_stages_and_publish_write_besides_their_outputs() -> None:
     repository = Path("/repository/.bakeoff")
     training = (repository / "checkpoints/r1-llm-only", repository / "features")
