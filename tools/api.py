@@ -38,6 +38,7 @@ TORCHDYNAMO_DISABLE=1 if that is not set (stages/__init__.py), which switches to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,18 +53,21 @@ if TYPE_CHECKING:
 __all__ = ["compare_runs", "predict_memory", "read_run", "table_text"]
 
 
-def predict_memory(recipe: str, *, profile: str | None = None, gpu: float | str | None = None) -> RecipeMemory:
+def predict_memory(
+    recipe: str, *, profile: str | None = None, gpu: float | str | None = None, changes: Sequence[str] = ()
+) -> RecipeMemory:
     """Memory and time that are predicted of a recipe on one device, in 10 to 20 seconds.
 
     profile: of params.yaml; None for the active one.
     gpu: a size in GB, as cards are sold, or a card by name: 24, "24GB", "RTX 3090"; None for the profile's own device.
+    changes: `KEY.KEY=VALUE`, in place of values of params.yaml.
     Returns tools/plan.py's RecipeMemory, which `make plan JSON=1` prints; amounts are in GiB.
     Raises UserError for an unknown recipe, profile or card, for a base of unknown geometry, and for a GPU if the
     profile runs on a CPU.
     """
     from tools.plan import devices_of, predictions_for
 
-    predictions = predictions_for(profile)
+    predictions = predictions_for(profile, changes)
     predictions.params.recipe(recipe)
     device, *_ = devices_of(predictions.params, None if gpu is None else str(gpu))
     return predictions.recipe_memory(recipe, device)[0]

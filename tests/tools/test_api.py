@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,22 @@ def test_the_example_of_the_documentation_runs(workspace: Path) -> None:
     failed, attempted = doctest.testmod(api, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert (failed, attempted > 5) == (0, True)
     assert not (workspace / "data/bases").exists()
+
+
+def test_every_cell_of_the_tour_runs(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without Jupyter: the code of its cells, one after the other, in a folder below the checkout."""
+    (workspace / "docs").mkdir()
+    os.chdir(workspace / "docs")
+    cells = json.loads((ROOT / "docs/tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert len(cells) == 12
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in cells)
+    known: dict[str, Any] = {}
+    exec("\n".join(code), known)  # noqa: S102 - our own
+    assert known["example"].size > (100, 100)
+    printed = capsys.readouterr().out
+    for part in ("better on ", "++recipes.r1-llm-only.lora.rank=8' evaluate@r1-llm-only", "fits: "):
+        assert part in printed
 
 
 def test_a_run_and_a_comparison_are_those_of_the_report(workspace: Path) -> None:
