@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_trainer
 
+from stages.core.params.schema import DeviceParams
 from stages.kit.memory import step
 from stages.kit.memory.cuda import Kernel, chosen_kernel, cuda_semantics, hidden_bytes
 from stages.kit.memory.recorder import Peak, Recorder
@@ -130,6 +131,16 @@ def test_deterministic_flash_attention_adds_up_in_copies_where_the_batch_is_smal
         states = torch.empty(batch, 28, 256, 128, dtype=torch.bfloat16)
         rows = batch * 28 * 256
         assert hidden_bytes(backward, (states, states, states), processors) == rows * 4 * (1 + copies * 128)
+
+
+def test_a_named_card_has_its_own_processors() -> None:
+    """An L4 has 58, and needs fewer copies than a large GPU."""
+    sizes = []
+    for card in (None, "L4"):
+        settings: dict[str, Any] = {**CUDA, "device": DeviceParams(kind="cuda", card=card)}
+        storages = recorded("text", plan_of(**R1, **settings)).storages
+        sizes.append(sum(storage.size_bytes for storage in storages if storage.budget == "temporaries"))
+    assert sizes[1] < sizes[0]
 
 
 def test_flash_attention_of_a_row_adds_up_in_rows_that_each_sample_rounds_up() -> None:

@@ -23,6 +23,7 @@ from stages.kit.models.adapters import apply_recipe, count_trainable, part_of
 from stages.kit.models.load import check_placement, load_model
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan
+from stages.kit.training.records import TrainingRecord
 from stages.kit.training.trainer import (
     MAX_OVERFLOWS,
     ContractBreach,
@@ -48,6 +49,20 @@ def test_training_changes_what_is_trained_and_nothing_else(build: Build) -> None
             assert torch.equal(before[name], parameter), name
         elif "lora_B" in name:
             assert not torch.equal(before[name], parameter), name
+
+
+def test_what_a_gpu_did_is_in_the_log_and_in_the_record(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, sample = build(plan_for("r4-joint")), {"gpu_utilization": 0.5, "gpu_watts": 300.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.gpu_use, "latest", lambda: sample)
+        trainer.log({"loss": 1.0})
+    assert sample.items() <= trainer.state.log_history[-1].items()
+    trainer.train()
+    monkeypatch.setattr(trainer.gpu_use, "totals", lambda: {**sample, "gpu_kwh": 0.25})
+    trainer.seconds, trainer.kept_step = 1.0, trainer.state.global_step
+    record = TrainingRecord.of(trainer, [], attempt=0)
+    assert (record.gpu_utilization, record.gpu_watts, record.gpu_kwh) == (0.5, 300, 0.25)
+    assert not any(name.startswith("gpu_") for name in trainer.state.log_history[-1]), "a CPU has nothing to say"
 
 
 def test_each_part_has_its_own_learning_rate(build: Build) -> None:
