@@ -59,7 +59,7 @@ def test_what_a_gpu_did_is_in_the_log_and_in_the_record(build: Build, monkeypatc
     assert sample.items() <= trainer.state.log_history[-1].items()
     trainer.train()
     monkeypatch.setattr(trainer.gpu_use, "totals", lambda: {**sample, "gpu_kwh": 0.25})
-    trainer.seconds, trainer.kept_step = 1.0, trainer.state.global_step
+    trainer.kept_step = trainer.state.global_step
     record = TrainingRecord.of(trainer, [], attempt=0)
     assert (record.gpu_utilization, record.gpu_watts, record.gpu_kwh) == (0.5, 300, 0.25)
     assert not any(name.startswith("gpu_") for name in trainer.state.log_history[-1]), "a CPU has nothing to say"
