@@ -46,7 +46,7 @@ from stages.kit.planning.cards import card_of
 from stages.kit.planning.ladder import prefill_batch_size
 from stages.kit.planning.memory_use import recognised_out_of_memory
 from stages.kit.planning.plan import Plan, resolve_plan
-from stages.kit.training.batches import packed
+from stages.kit.training.batches import FEATURES, packed
 from stages.kit.training.kernels import compiler_problem, prepare_kernels, refuse_wrong_kernels
 from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer, lasting_tensors
@@ -137,13 +137,14 @@ def chosen_kernel(device: str, heads: int, key_heads: int, tokens: int, width: i
 def attends_by_sample(device: str) -> str:
     """Attention over a row of several samples, on Qwen2-VL-7B's heads, in bf16 and in fp32: the relative difference."""
     lengths = (700, 1, 1000, 347) if device == "cuda" else (5, 1, 9)
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+    ends = F.pad(torch.tensor(lengths, device=device).cumsum(0), (1, 0)).int()
+    row: dict[str, Any] = {"cu_seq_lens_q": ends, "max_length_q": max(lengths), "scaling": 128**-0.5}
     decoder: Any = SimpleNamespace(is_causal=True, num_key_value_groups=7)
     drawn = [torch.randn(1, heads, sum(lengths), 128, device=device) for heads in (28, 4, 4)]
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         query, key, value = (tensor.to(dtype).requires_grad_() for tensor in drawn)
-        output, _ = packed_attention(decoder, query, key, value, None, scaling=128**-0.5, position_ids=positions)
+        output, _ = packed_attention(decoder, query, key, value, None, **row)
         gradients = torch.autograd.grad(output.float().square().sum(), (query, key, value))
         found.append([each.detach().float() for each in (output, *gradients)])
     apart = max(float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True))
@@ -225,7 +226,8 @@ def with_contents(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     With the same token everywhere, every token would have the same experts.
     """
-    filled = {name: torch.rand_like(tensor) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
+    filled = dict(batch)
+    filled |= {name: torch.rand_like(batch[name]) for name in ("pixel_values", FEATURES) if name in batch}
     if "image_grid_thw" not in batch:
         ids = batch["input_ids"]
         filled["input_ids"] = torch.arange(ids.numel()).view(ids.shape) % 256

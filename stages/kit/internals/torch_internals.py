@@ -86,12 +86,13 @@ class CpuPeak:
 
 
 @contextmanager
-def cpu_peak(existing: Iterable[torch.Tensor]) -> Iterator[CpuPeak]:
+def cpu_peak(existing: Iterable[object]) -> Iterator[CpuPeak]:
     """Measure the peak memory of CPU tensors within the block; read it afterwards.
 
-    existing: tensors from before that stay throughout; those that share their storage count once.
+    existing: tensors from before that stay throughout; those that share their storage count once, other values never.
     """
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in existing}
+    held = [each.untyped_storage() for each in existing if isinstance(each, torch.Tensor)]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in held}
     peak = CpuPeak()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield peak

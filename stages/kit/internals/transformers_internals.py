@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, Trainer
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, ProcessorMixin, Trainer
 from transformers.integrations.accelerate import _get_device_map
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
@@ -56,6 +57,18 @@ def become_nf4(model: PreTrainedModel, config: BitsAndBytesConfig) -> dict[str, 
     kept = quantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     replace_with_bnb_linear(model, kept, quantizer.quantization_config)
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+
+
+def set_attention(model: PreTrainedModel, config: PreTrainedConfig, name: str) -> None:
+    """Have the modules of a loaded model that have this config attend by another registered implementation.
+
+    The config stays: models that are made from it later would look for a package of that name.
+    """
+    own = copy.copy(config)
+    own._attn_implementation = name
+    for module in model.modules():
+        if getattr(module, "config", None) is config:
+            module.config = own
 
 
 def layer_classes(model: PreTrainedModel) -> set[str]:

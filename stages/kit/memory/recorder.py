@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -134,10 +134,10 @@ class Recorder(TorchDispatchMode):
         self._phase = phase
         self.recording.phases.append((self._tick(), phase))
 
-    def label(self, tensors: Iterable[torch.Tensor | None], budget: Budget) -> None:
-        """Set the category of tensors; those that are not known yet are recorded."""
-        for tensor in tensors:
-            if tensor is not None:
+    def label(self, values: Iterable[object], budget: Budget) -> None:
+        """Set the category of the tensors among these values; those that are not known yet are recorded."""
+        for tensor in values:
+            if isinstance(tensor, torch.Tensor):
                 self._record(tensor)
                 self._alive[storage_key(tensor)][1].budget = budget
 
@@ -256,9 +256,12 @@ def recorder_of(device: DeviceParams, attn: str, config: PreTrainedConfig) -> It
         yield stack.enter_context(Recorder(cuda=on_cuda, **sizes))
 
 
-def without_contents(tensor: torch.Tensor) -> torch.Tensor:
-    """An input for a record without weights: a real one would be counted beside its fake copy."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_floating_point() else tensor
+def without_contents(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs for a record without weights: real floating-point ones would be counted beside their fake copies."""
+    return {
+        name: torch.empty_like(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
 
 
 def _apply_by_replacing(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:

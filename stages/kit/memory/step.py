@@ -48,7 +48,7 @@ def record_step(
         stack.enter_context(stand_in_kernels(multiprocessors(plan.device)))
         if plan.features_bytes:
             batch = from_features(batch, config, plan.precision)
-        batch = {name: without_contents(tensor) for name, tensor in batch.items()}
+        batch = without_contents(batch)
         model = _prepared_model(here, config, recorder, stack, processes=plan.device.total)
         trainer = one_batch_trainer(here, model, processor, batch)
         for name, parameter in model.named_parameters():
@@ -59,7 +59,7 @@ def record_step(
         recorder.label(batch.values(), "activations")
         if plan.on_gpu:  # Trainer fetches all micro-batches of a step before the first one runs
             others = plan.schedule.grad_accumulation - 1
-            recorder.add(others * sum(tensor.nbytes for tensor in batch.values()), "activations")
+            recorder.add(others * sum(getattr(value, "nbytes", 0) for value in batch.values()), "activations")
 
         def begin(phase: Phase) -> None:
             if phase == "forward":  # accelerate may have copied it since it was made
@@ -210,7 +210,7 @@ def record_generation(
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     layer_keys = (prompts.shape[1] + max_new_tokens) * text.num_key_value_heads * width * itemsize  # one completion's
     with recorder_of(inference.device, inference.attn, config) as recorder:
-        inputs = {name: without_contents(tensor) for name, tensor in batch.items()}
+        inputs = without_contents(batch)
         model = new_model(config, precision=inference.precision, attn=_attention(inference.attn)).eval()
         recorder.label(model.parameters(), "weights")
         recorder.label(inputs.values(), "activations")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -97,6 +98,9 @@ def apply_recipe(
         assert lora is not None
         is_meta = any(parameter.is_meta for parameter in model.parameters())
         adapted = get_peft_model(model, lora_config(model, lora), low_cpu_mem_usage=is_meta)
+        for layer in adapted.modules():
+            if isinstance(layer, LoraLayer) and model.dtype != torch.float32:
+                layer.cast_input_dtype_enabled = False  # to the adapter's fp32, from which autocast casts back
     for name, parameter in adapted.named_parameters():
         if plain_name(name) in full:
             parameter.requires_grad_(True)

@@ -1,7 +1,7 @@
 """Modules and kernels that compute what a model's own do, faster or more repeatably: same weights, same names.
 
-Attention over a row of several samples, modules that replace transformers' own, and Liger's kernels for RMS norms,
-gated products and rotations.
+Attention over a row of several samples, modules that replace transformers' own, adapters without copies, and Liger's
+kernels for RMS norms, gated products and rotations.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from stages.core.families import family_of
 from stages.kit.internals.accelerate_internals import hooks_kept
 from stages.kit.internals.torch_internals import PatchProjection, varlen_attn
+from stages.kit.internals.transformers_internals import set_attention
 
 
 class ThreadIndependentLayerNorm(nn.LayerNorm):
@@ -43,8 +44,16 @@ class ThreadIndependentLayerNorm(nn.LayerNorm):
         return normalized if bias is None else normalized + bias
 
 
-def replace_modules(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model's patch projection a PatchProjection, and its layer norms thread-independent ones, in place."""
+def replace_modules(model: PreTrainedModel, attn: str) -> PreTrainedModel:
+    """Make a model's patch projection a PatchProjection, and its layer norms thread-independent ones, in place.
+
+    attn: transformers' name of the attention that the model was loaded with. SDPA is never computed by cuDNN: on a B200
+    torch 2.13 with cuDNN 9.20 gives wrong greedy answers for fewer than 8 key heads (pytorch/pytorch#193893), and on
+    Hopper it makes a plan for every new length, one a token. Training would not take it: it is not deterministic.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+    if attn == PACKED and hasattr(model.config, "vision_config"):
+        set_attention(model, model.config.vision_config, PACKED_IMAGES)
     for name, module in model.named_modules():
         if type(module) is nn.Conv3d and name.endswith("patch_embed.proj"):
             module.__class__ = PatchProjection
@@ -89,19 +98,9 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, autocast_experts)
 
 PACKED = "packed"
 """transformers' name of `packed_attention`, among its implementations of attention."""
-
-
-@dataclass(frozen=True)
-class PackedRow:
-    """The samples of a row."""
-
-    lengths: list[int]
-    ends: torch.Tensor
-    """(samples + 1,) int32: 0, and the end of each sample."""
-
-
-_rows = WeakTensorKeyDictionary()
-"""PackedRow by the positions of a row, which all layers get: otherwise every layer would wait for its GPU."""
+PACKED_IMAGES = "packed flash"
+"""Another name of it, by which Qwen's vision towers hand over all images in one call, as to flash attention, and
+without which they read the images' lengths from the GPU in every layer."""
 
 
 def packed_attention(
@@ -111,49 +110,40 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
     dropout: float = 0.0,
     scaling: float | None = None,
-    position_ids: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention in one row of several samples, each of which sees only itself; nothing is computed for what is masked.
 
-    transformers calls it by its name, as it does SDPA, and makes no mask for a name that has none: the positions say
-    where a sample begins. On a GPU a whole row is one call of torch's flash attention for variable lengths; elsewhere
-    each sample is a call of SDPA. A vision tower, which is not causal and separates its images itself, gets SDPA.
+    transformers calls it by its name, as it does SDPA, and makes no mask for a name that has none. On a GPU a whole row
+    is one call of torch's flash attention for variable lengths, which waits for nothing; elsewhere each sample is a
+    call of SDPA. The samples of a vision tower, which is not causal, are its images.
 
-    query: (1, H, L, D). key, value: the same, with a divisor of H heads. position_ids: (1, L), 0 where a sample begins.
-    Returns (1, L, H, D).
+    query: (1, H, L, D). key, value: the same, with a divisor of H heads. cu_seq_lens_q: (samples + 1,) int32, 0 and the
+    end of each sample. max_length_q: of the longest. The collator gives both (training/batches.py); a vision tower
+    computes its own. Returns (1, L, H, D).
     """
-    options: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
-    if not module.is_causal:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options, **rest)
     assert attention_mask is None, "a row has no padding to mask"
-    assert position_ids is not None, "only positions say which tokens are one sample's"
     assert query.shape[0] == 1, query.shape
     assert rest.get("sliding_window") is None, "a window would have to end where a sample begins"
-    row = row_of(position_ids)
     if torch.is_autocast_enabled(query.device.type):  # SDPA is in autocast's list, varlen_attn is not
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if dropout == 0.0 and takes_variable_lengths(query):
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        limits = (row.ends, row.ends, max(row.lengths), max(row.lengths))
-        output = varlen_attn(query, key, value, *limits, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+        limits = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        window = (-1, 0 if module.is_causal else -1)
+        output = varlen_attn(query, key, value, *limits, scale=scaling, window_size=window, enable_gqa=True)
         assert isinstance(output, torch.Tensor)
         return output[None], None
-    samples = zip(*(tensor.split(row.lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    outputs = [sdpa_attention_forward(module, *sample, None, **options, is_causal=True)[0] for sample in samples]
+    lengths = cu_seq_lens_q.diff().tolist()
+    options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": module.is_causal}
+    samples = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    outputs = [sdpa_attention_forward(module, *sample, None, **options)[0] for sample in samples]
     return torch.cat(outputs, dim=1), None
-
-
-def row_of(position_ids: torch.Tensor) -> PackedRow:
-    """position_ids: (1, L)."""
-    if (row := _rows.get(position_ids)) is None:
-        starts = (position_ids[0] == 0).nonzero().flatten()
-        ends = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
-        row = _rows[position_ids] = PackedRow(ends.diff().tolist(), ends.int())
-    return row
 
 
 def takes_variable_lengths(query: torch.Tensor) -> bool:
@@ -170,7 +160,8 @@ def takes_variable_lengths(query: torch.Tensor) -> bool:
     )
 
 
-AttentionInterface.register(PACKED, packed_attention)
+for _name in (PACKED, PACKED_IMAGES):
+    AttentionInterface.register(_name, packed_attention)
 
 
 ROTATE = "apply_rotary_pos_emb"
@@ -179,11 +170,11 @@ ROTATE = "apply_rotary_pos_emb"
 
 @contextmanager
 def fused_kernels(model: PreTrainedModel | PeftModel, *, used: bool) -> Iterator[None]:
-    """Liger's kernels for RMS norms, gated MLPs and rotations of a model, within the block; its weights stay.
+    """Liger's kernels for RMS norms, gated MLPs and rotations of a model, and adapters without copies, in the block.
 
     Each goes over a GPU's memory once, where torch's operations do so several times, and less is kept for backward
     (github.com/linkedin/Liger-Kernel). They compute the same and round differently, so a plan says whether they are
-    used. The model is not to be used after the block.
+    used. The model's weights stay; it is not to be used after the block.
     """
     with ExitStack() as stack:
         if used:
@@ -193,10 +184,36 @@ def fused_kernels(model: PreTrainedModel | PeftModel, *, used: bool) -> Iterator
                     stack.enter_context(patch.dict(vars(module)))
             with hooks_kept(base):
                 fuse_layers(base)
+                fuse_adapters(base)
             for module in {sys.modules[type(each).__module__] for each in base.modules()}:
                 if hasattr(module, ROTATE):
                     setattr(module, ROTATE, rotated)
         yield
+
+
+def fuse_adapters(model: nn.Module) -> None:
+    """Replace the `forward` of LoRA layers by `adapted`; PEFT's stays where a layer has more than one plain adapter."""
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer) or not isinstance(layer.get_base_layer(), nn.Linear):
+            continue
+        if len(layer.active_adapters) == 1 and not layer.lora_variant and not any(layer.lora_bias.values()):
+            layer.forward = partial(adapted, layer)
+
+
+def adapted(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+    """The output of a linear layer with one LoRA adapter, which is added to the layer's own in place.
+
+    PEFT (tuners/lora/layer.py, bnb.py) casts, clones, scales and adds in operations of their own, each of which goes
+    over a GPU's memory; neither it nor Liger has a fused form. rows: (..., inputs). Returns (..., outputs).
+    """
+    (name,) = layer.active_adapters
+    flat = rows.flatten(0, -2)
+    if torch.is_autocast_enabled(rows.device.type):  # once, and for 4-bit layers too, which would return fp32 for fp32
+        flat = flat.to(torch.get_autocast_dtype(rows.device.type))
+    output = layer.base_layer(flat)
+    low = layer.lora_A[name](layer.lora_dropout[name](flat)).to(output.dtype)  # (N, rank)
+    up = layer.lora_B[name].weight.to(output.dtype).t()
+    return output.addmm_(low, up, alpha=layer.scaling[name]).unflatten(0, rows.shape[:-1])
 
 
 def fuse_layers(model: PreTrainedModel) -> None:

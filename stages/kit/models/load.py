@@ -70,7 +70,7 @@ def load_model(
         output_loading_info=True,
         config=config,
         dtype=DTYPES[precision],
-        attn_implementation=resolve_attention(attn, device, precision, padding_free=padding_free),
+        attn_implementation=(attn := resolve_attention(attn, device, precision, padding_free=padding_free)),
         experts_implementation=EXPERTS,
         local_files_only=True,
         use_safetensors=True,
@@ -81,7 +81,7 @@ def load_model(
         raise UserError(
             f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {', '.join(missing[:3])}"
         )
-    replace_modules(model)
+    replace_modules(model, attn)
     for module in model.modules():
         # bitsandbytes repacks 4-bit weights for evaluation on such a CPU, and rounds otherwise from then on.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -121,7 +121,7 @@ def new_model(config: PreTrainedConfig, *, precision: str, attn: str = "sdpa") -
     model = auto_class(config).from_config(
         config, dtype=DTYPES[precision], attn_implementation=attn, experts_implementation=EXPERTS
     )
-    return replace_modules(model)
+    return replace_modules(model, attn)
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -154,22 +154,19 @@ def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText | A
 
 
 def resolve_attention(attn: str, device: DeviceParams, precision: str, *, padding_free: bool = False) -> str:
-    """`auto` is flash attention where it runs, else SDPA. Raises UserError if flash attention is asked for and cannot
-    run.
-
-    With several samples in a row, flash-attn's own package and eager attention read the positions themselves
-    (transformers); `packed_attention` takes the place of SDPA.
+    """`auto` is SDPA, or `packed_attention` with several samples in a row: torch has flash-attn's kernels too, and
+    transformers calls flash-attn's own with less preparation in no case. Raises UserError if flash-attn is asked for
+    and cannot run.
     """
-    runs = device.kind == "cuda" and precision != "fp32" and is_flash_attn_2_available()
-    runs = runs and torch.cuda.get_device_capability() >= (8, 0)  # flash-attn's README, "NVIDIA CUDA Support"
-    if attn == "auto":
-        attn = "flash_attention_2" if runs else "sdpa"
-    if attn == "flash_attention_2" and not runs:
-        raise UserError(
-            "memory.attn is flash_attention_2, which needs flash-attn installed, an Ampere GPU or newer, and "
-            f"precision fp16 or bf16 (here {precision}); use auto or sdpa"
-        )
-    return PACKED if padding_free and attn == "sdpa" else attn
+    if attn == "flash_attention_2":
+        runs = device.kind == "cuda" and precision != "fp32" and is_flash_attn_2_available()
+        if not runs or torch.cuda.get_device_capability() < (8, 0):  # flash-attn's README, "NVIDIA CUDA Support"
+            raise UserError(
+                "memory.attn is flash_attention_2, which needs flash-attn installed, an Ampere GPU or newer, and "
+                f"precision fp16 or bf16 (here {precision}); use auto or sdpa"
+            )
+    sdpa = PACKED if padding_free else "sdpa"
+    return sdpa if attn in ("auto", "sdpa") else attn
 
 
 def see_only(device: DeviceParams) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import MODEL_MAPPING, PreTrainedConfig
 
@@ -168,18 +169,18 @@ def padded(samples: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> 
     return batch
 
 
-def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Loss) -> dict[str, torch.Tensor]:
+def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Loss) -> dict[str, Any]:
     """The samples of a padded batch one after the other in a row, without padding.
 
-    Each sample's positions begin at 0, which is all that separates it from the others: there is no mask. Its last
-    token has no next one, so the first label of the sample behind it does not count, unless labels are the tokens' own,
-    as with `router-labels`.
+    Each sample's positions begin at 0, and there is no mask: attention takes the ends of the samples (cu_seq_lens_q and
+    _k, (samples + 1,) int32) and the longest one's length (max_length_q and _k), by which no layer has to wait for a
+    GPU to say them. A sample's last token has no next one, so the first label of the sample behind it does not count,
+    unless labels are the tokens' own, as with `router-labels`.
 
     batch: (B, T), padded on the right. Returns (1, L). If image tokens have positions in time, height and width,
-    position_ids are (4, 1, L): the positions in the text come first, by which attention separates the samples
-    (transformers, Qwen2VLTextModel.forward).
+    position_ids are (4, 1, L): the positions in the text come first (transformers, Qwen2VLTextModel.forward).
     """
-    row = dict(batch)
+    row: dict[str, Any] = dict(batch)
     mask = row.pop("attention_mask")
     real = mask.bool()
     positions = (mask.cumsum(1) - 1)[None]
@@ -194,7 +195,9 @@ def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Lo
     for name in row.keys() & {"input_ids", "labels", "mm_token_type_ids"}:
         row[name] = row[name][real][None]
     row["position_ids"] = positions[:, real] if len(positions) == 1 else positions[:, None, real]
-    return row
+    lengths = mask.sum(1)
+    ends, longest = pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
+    return row | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def _without_weights(config: PreTrainedConfig) -> Any:

@@ -2,6 +2,7 @@ import warnings
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
@@ -122,3 +123,6 @@ def test_trained_weights_are_kept_in_fp32() -> None:
     adapted = apply_recipe(model, PARAMS.recipe("r4-joint").parts, PARAMS.recipe("r4-joint").lora)
     dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in adapted.parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    layers = [layer for layer in adapted.modules() if isinstance(layer, LoraLayer)]
+    assert layers
+    assert not any(layer.cast_input_dtype_enabled for layer in layers), "inputs would go to fp32 and back"

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.nn import functional as F
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from stages.core.params.schema import DeviceParams
+from stages.core.params.schema import DeviceParams, LoraParams, PartsParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.internals.torch_internals import PatchProjection
 from stages.kit.models import kernels
+from stages.kit.models.adapters import apply_recipe
 from stages.kit.models.kernels import (
     ThreadIndependentLayerNorm,
     autocast_experts,
@@ -27,7 +29,7 @@ from stages.kit.models.kernels import (
 )
 from stages.kit.models.load import load_model
 from stages.kit.models.merge import probe_logits, weight_digests
-from stages.kit.models.prompts import load_processor
+from stages.kit.models.prompts import encode, load_processor
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -80,7 +82,7 @@ def test_a_loaded_vision_tower_has_no_convolution_and_the_same_logits(
         plain_conv = model.model.visual.patch_embed.proj
         plain_conv.__class__ = nn.Conv3d
         dispatch_model(model, {"": "cpu"}, force_hooks=True)
-        replace_modules(model)
+        replace_modules(model, "sdpa")
     processor = load_processor(tiny_vlm, None)
     plain = type(model).from_pretrained(tiny_vlm, dtype=torch.float32).eval()
     expected = probe_logits(plain, processor, probes)
@@ -129,9 +131,10 @@ def test_experts_under_autocast_multiply_in_16_bits_with_gradients_in_fp32(
 
 
 LENGTHS = [5, 1, 9, 3]
-POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+ROW: Any = {"cu_seq_lens_q": torch.tensor([0, 5, 6, 15, 18], dtype=torch.int32), "max_length_q": 9, "scaling": 0.3}
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
 DECODER: Any = SimpleNamespace(is_causal=True, num_key_value_groups=HEADS // KEY_HEADS)
+TOWER: Any = SimpleNamespace(is_causal=False, num_key_value_groups=HEADS // KEY_HEADS)
 
 
 def states(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,10 +143,10 @@ def states(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     return query.to(dtype), rest[0].to(dtype), rest[1].to(dtype)
 
 
-def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def masked(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Attention of the row with a block mask: (1, L, H, D)."""
-    sample = (POSITIONS == 0).cumsum(1)
-    mask = (sample == sample.T) & torch.ones(len(sample[0]), len(sample[0]), dtype=torch.bool).tril()
+    mask = torch.block_diag(*(torch.ones(length, length) for length in LENGTHS)).bool()
+    mask = mask.tril() if module.is_causal else mask
     return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True, scale=0.3).transpose(1, 2)
 
 
@@ -173,19 +176,88 @@ def plain_varlen_attn(
     return torch.cat(parts)
 
 
-def test_packed_samples_see_only_themselves() -> None:
-    output, _ = packed_attention(DECODER, *states(), None, scaling=0.3, position_ids=POSITIONS)
-    torch.testing.assert_close(output, masked(*states()))
+@pytest.mark.parametrize("module", [DECODER, TOWER])
+def test_packed_samples_see_only_themselves(module: Any) -> None:
+    output, _ = packed_attention(module, *states(), None, **ROW)
+    torch.testing.assert_close(output, masked(module, *states()))
 
 
+@pytest.mark.parametrize("module", [DECODER, TOWER])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_packed_row_is_one_call_of_flash_attention_on_a_gpu(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
+def test_a_packed_row_is_one_call_of_flash_attention_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, autocast: bool, module: Any
+) -> None:
     """torch's kernel runs on a GPU only: its stand-in checks its arguments."""
     assert not kernels.takes_variable_lengths(states(torch.bfloat16)[0]), "on a CPU"
     monkeypatch.setattr(kernels, "takes_variable_lengths", lambda query: query.dtype == torch.bfloat16)
     monkeypatch.setattr(kernels, "varlen_attn", plain_varlen_attn)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         given = states(torch.float32 if autocast else torch.bfloat16)  # fp32 as rotary embeddings may leave it
-        output, _ = packed_attention(DECODER, *given, None, scaling=0.3, position_ids=POSITIONS)
+        output, _ = packed_attention(module, *given, None, **ROW)
     assert output.shape == (1, sum(LENGTHS), HEADS, WIDTH)
-    torch.testing.assert_close(output.float(), masked(*states()), rtol=0, atol=0.03)
+    torch.testing.assert_close(output.float(), masked(module, *states()), rtol=0, atol=0.03)
+
+
+def test_a_loaded_model_never_attends_by_cudnn(tiny_vlm: Path) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(enabled=True)
+    load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def adapted_model(folder: Path, quantization: str, dropout: float = 0.0) -> Any:
+    """r4's parts with adapters that are not zero."""
+    base = load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32", quantization=quantization)
+    torch.manual_seed(1)
+    targets: Any = {"llm": ("all-linear",), "vision": ("all-linear",)}
+    lora = LoraParams(rank=4, alpha=12, dropout=dropout, targets=targets)
+    model = apply_recipe(base, PartsParams(llm="lora", vision="lora"), lora).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def gradients_of(model: Any, inputs: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: each.grad for name, each in model.named_parameters() if each.requires_grad}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "tolerance"),
+    [("none", None, 1e-5), ("nf4", None, 1e-5), ("none", torch.bfloat16, 0.05), ("nf4", torch.bfloat16, 0.05)],
+)
+def test_adapters_without_copies_have_pefts_loss_and_gradients(
+    quantization: str, dtype: torch.dtype | None, tolerance: float, tiny_vlm: Path, probes: list[Conversation]
+) -> None:
+    inputs = encode(load_processor(tiny_vlm, None), probes, padding_side="right")
+    expected = gradients_of(adapted_model(tiny_vlm, quantization), inputs, dtype)
+    model = adapted_model(tiny_vlm, quantization)
+    kernels.fuse_adapters(model)
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    assert all("forward" in vars(layer) for layer in layers)
+    found = gradients_of(model, inputs, dtype)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        off = float((found[name] - gradient).norm() / gradient.norm().clamp(min=1e-12))
+        assert off < tolerance, name
+        assert (quantization == "none" and dtype is None) or gradient.any(), name
+
+
+def test_adapters_without_copies_drop_what_pefts_drop(tiny_vlm: Path, probes: list[Conversation]) -> None:
+    inputs = encode(load_processor(tiny_vlm, None), probes, padding_side="right")
+    one, other = (adapted_model(tiny_vlm, "none", dropout=0.3) for _ in range(2))
+    kernels.fuse_adapters(other)
+    expected, found = gradients_of(one, inputs, None), gradients_of(other, inputs, None)
+    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-5)
+    assert float(found["loss"]) != pytest.approx(float(gradients_of(other.eval(), inputs, None)["loss"]), rel=1e-3)
+
+
+def test_several_adapters_are_left_to_peft(tiny_vlm: Path) -> None:
+    model = adapted_model(tiny_vlm, "none")
+    model.add_adapter("other", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "other"])
+    kernels.fuse_adapters(model)
+    assert not any("forward" in vars(layer) for layer in model.modules() if isinstance(layer, LoraLayer))

@@ -2,7 +2,7 @@ import json
 import logging
 import multiprocessing
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.internals.torch_internals import expand_segments
 from stages.kit.models.folders import geometry_config_path
+from stages.kit.models.kernels import PACKED
 from stages.kit.models.load import (
     balanced_gpus,
     load_config,
@@ -69,25 +70,24 @@ def test_a_process_sees_only_its_profiles_gpus(
 
 
 @pytest.mark.parametrize(
-    ("installed", "capability", "precision", "found"),
+    ("installed", "capability", "precision", "runs"),
     [
-        (True, (8, 0), "bf16", "flash_attention_2"),
-        (True, (7, 5), "fp16", "sdpa"),
-        (True, (8, 0), "fp32", "sdpa"),
-        (False, (8, 0), "bf16", "sdpa"),
+        (True, (8, 0), "bf16", True),
+        (True, (7, 5), "fp16", False),
+        (True, (8, 0), "fp32", False),
+        (False, (8, 0), "bf16", False),
     ],
 )
-def test_flash_attention_is_taken_if_it_runs(
-    installed: bool, capability: tuple[int, int], precision: str, found: str, monkeypatch: pytest.MonkeyPatch
+def test_flash_attn_is_taken_only_if_asked_for_and_refused_if_it_cannot_run(
+    installed: bool, capability: tuple[int, int], precision: str, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.kit.models.load.is_flash_attn_2_available", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert resolve_attention("auto", TWO_GPUS, precision) == found
-    assert resolve_attention("auto", CPU, precision) == "sdpa"
-    assert resolve_attention("eager", TWO_GPUS, precision) == "eager"
-    if found == "sdpa":
-        with pytest.raises(UserError, match=r"memory.attn is flash_attention_2, which needs"):
-            resolve_attention("flash_attention_2", TWO_GPUS, precision)
+    for device in (TWO_GPUS, CPU):
+        assert resolve_attention("auto", device, precision) == "sdpa"
+        assert resolve_attention("auto", device, precision, padding_free=True) == PACKED
+    with nullcontext() if runs else pytest.raises(UserError, match=r"memory.attn is flash_attention_2, which needs"):
+        assert resolve_attention("flash_attention_2", TWO_GPUS, precision, padding_free=True) == "flash_attention_2"
 
 
 def test_expand_segments_reaches_the_allocator() -> None:

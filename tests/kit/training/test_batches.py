@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import TrainerCallback
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 from stages.core.errors import UserError
 from stages.core.params.schema import PartsParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.models import kernels
 from stages.kit.models.adapters import part_of
-from stages.kit.models.kernels import PackedRow
 from stages.kit.models.load import load_config
 from stages.kit.models.prompts import Processor, load_processor, tokenizer_of
 from stages.kit.planning.plan import Plan
+from stages.kit.training import batches
 from stages.kit.training.batches import IGNORED, ConversationCollator, packed
 from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.training.small import plan_for
@@ -208,10 +208,10 @@ def test_a_packed_step_is_a_padded_step(build: Build, padded: Step, micro_batch:
     assert_same_step(padded, take(build(one_step(micro_batch=micro_batch, padding_free=True, **settings))))
 
 
-def all_one(position_ids: torch.Tensor) -> PackedRow:
-    """In place of `row_of`: all samples are one."""
-    length = position_ids.shape[1]
-    return PackedRow([length], torch.tensor([0, length], dtype=torch.int32))
+def all_one(*args: Any) -> dict[str, Any]:
+    """In place of `packed`: the samples see each other."""
+    row = packed(*args)
+    return row | {"cu_seq_lens_q": row["cu_seq_lens_q"][[0, -1]]}
 
 
 class TestOtherVisionFamilies:
@@ -226,7 +226,7 @@ class TestOtherVisionFamilies:
     ) -> None:
         for changes in ({"micro_batch": 2}, {"padding_free": True}, {"gradient_checkpointing": True}):
             assert_same_step(padded, take(build(one_step(**changes))))
-        monkeypatch.setattr(kernels, "row_of", all_one)
+        monkeypatch.setattr(batches, "packed", all_one)
         assert_other_step(padded, take(build(one_step(padding_free=True))))
 
 
@@ -239,7 +239,10 @@ def test_a_row_holds_a_padded_batch_without_its_padding(build: Build) -> None:
     row, batch = packing(examples), padding(examples)
     real = batch["attention_mask"].bool()
     assert not real.all()
-    assert row.keys() == {*batch, "position_ids"} - {"attention_mask"}
+    for_flash_attention = FlashAttentionKwargs.__annotations__  # with which transformers asks a GPU for nothing
+    assert row.keys() == {*batch, *for_flash_attention, "position_ids"} - {"attention_mask"}
+    assert row["cu_seq_lens_q"].diff().tolist() == real.sum(1).tolist()
+    assert row["max_length_q"] == int(real.sum(1).max())
     assert row["input_ids"].tolist() == [batch["input_ids"][real].tolist()]
     assert row["position_ids"].shape == (4, 1, real.sum())
     assert row["position_ids"][0].tolist() == [[place for sample in real for place in range(int(sample.sum()))]]
