@@ -145,11 +145,13 @@ class MemoryParams:
     micro_batch: Size
     """Samples on one device in one forward pass; gradient accumulation makes up the effective batch."""
     attn: Attention = "auto"
+    """auto: torch's own, which has flash-attn's kernels; flash_attention_2 needs an image with flash-attn."""
     padding_free: PaddingFree = "auto"
     """Samples of a micro-batch concatenated in one row, without padding. auto: where that is faster; on: wherever it
     computes the same."""
     kernels: Kernels = "auto"
-    """auto: norms, gated products and rotations use Liger's kernels on a GPU, which round differently."""
+    """auto: norms, gated products and rotations use Liger's kernels on a GPU, and adapters no copies; both round
+    differently."""
     gradient_checkpointing: bool = True
     optimizer: Optimizer = "adamw_torch_fused"
     expandable_segments: bool = False

@@ -166,9 +166,9 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         if active_fake_mode() is not None:  # a DTensor infers the placement of its result
             return func(*args, **kwargs)
-        return self._recorded(func, args, kwargs)
+        return self.recorded(func, args, kwargs)
 
-    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on plain tensors and record what it allocates."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)

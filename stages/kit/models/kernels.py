@@ -133,7 +133,7 @@ def packed_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if dropout == 0.0 and takes_variable_lengths(query):
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         limits = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         window = (-1, 0 if module.is_causal else -1)
         output = varlen_attn(query, key, value, *limits, scale=scaling, window_size=window, enable_gqa=True)

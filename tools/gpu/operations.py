@@ -1,0 +1,198 @@
+"""What a micro-batch asks of a GPU, counted on a CPU without weights: operators, waits of the host, bytes, arithmetic.
+
+The real trainer runs on the real widths with a few layers, as for a memory prediction; the rest of the layers is one
+layer's count times their number. Counted is one micro-batch more in a step, forward and backward, so that the
+optimizer does not count, but all that Trainer does for a micro-batch. A kernel of Liger's or of TRL's loss counts once,
+like an operator that may be several kernels (attention, a product with a weight in 4 bits).
+
+Run   python -m tools.gpu.operations    a line for each of the trainings that the docs show (docs/memory.md)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from stages.core.errors import configure_logging
+from stages.kit.internals.torch_internals import (
+    READ_SCALAR,
+    aten,
+    flops_of,
+    storage_key,
+    tree_leaves,
+    writes_in_place,
+)
+from stages.kit.internals.trl_internals import NoKernel
+from stages.kit.memory.predict import depth_of, sample_depths, with_depth
+from stages.kit.memory.recorder import Recorder
+from stages.kit.memory.stand_in import KERNELS
+from stages.kit.memory.step import record_step
+from stages.kit.planning.plan import Plan
+from tools.gpu.flops import model_flops
+from tools.gpu.measure import Setting, planned, training_batch
+
+TRAININGS: dict[str, Setting] = {
+    "r1, Qwen2-VL-2B, nf4, 2 samples": {
+        "profile": "qwen2-vl-2b-24gb",
+        "recipe": "r1-llm-only",
+        "micro_batch": 2,
+        "gradient_checkpointing": True,
+    },
+    "LoRA, Qwen2.5-7B, bf16, 2 x 4,096": {
+        "profile": "qwen25-7b-80gb",
+        "recipe": "amr-baseline",
+        "micro_batch": 2,
+        "max_length": 4096,
+        "gradient_checkpointing": False,
+    },
+    "mixture, full, 16 x 512": {
+        "profile": "moe-80gb",
+        "recipe": "moe-finetune",
+        "micro_batch": 16,
+        "gradient_checkpointing": True,
+    },
+}
+"""Settings by a name for the table."""
+
+PRODUCTS_FLOPS, MEMORY_BYTES, LAUNCH_S, PEAK_FLOPS = 600e12, 3e12, 8e-6, 989.4e12
+"""An H100 SXM: products and memory a second as large kernels reach them, the host's time for an operator, and the peak
+of its data sheet. All but the last are assumed, not measured here."""
+
+SYNCS = {READ_SCALAR, aten.nonzero.default, aten.repeat_interleave.Tensor, aten.masked_select.default}
+SYNCS |= {aten.equal.default}
+"""Operators for whose result the host waits."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    launches: float = 0
+    syncs: float = 0
+    moved_bytes: float = 0
+    """Operands read and results written, of all operators."""
+    product_bytes: float = 0
+    """The part of matrix products and attention."""
+    flops: float = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(one + more for one, more in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def __mul__(self, factor: float) -> Counts:
+        return Counts(*(factor * each for each in vars(self).values()))
+
+    def seconds(self) -> float:
+        """Time on an H100 by arithmetic: its own work, or the host's where that takes longer."""
+        own = self.flops / PRODUCTS_FLOPS + (self.moved_bytes - self.product_bytes) / MEMORY_BYTES
+        return max(own, self.launches * LAUNCH_S)
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[], Counts]]:
+    """Counts the operators that a Recorder sees, and the kernels that only allocate there; gives the sum so far."""
+    total, at_work = Counts(), False
+    recorded, tolist = Recorder.recorded, torch.Tensor.tolist
+
+    def add(counts: Counts) -> None:
+        nonlocal total
+        total = total + counts
+
+    def dispatched(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal at_work
+        at_work = True
+        output = recorded(recorder, func, args, kwargs)
+        add(counts_of(func, args, kwargs, output))
+        at_work = False
+        return output
+
+    def listed(tensor: torch.Tensor) -> Any:
+        add(Counts(syncs=not at_work))  # those of the recorder are none of the step's
+        return tolist(tensor)
+
+    def launched(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            output = kernel(*args, **kwargs)
+            add(Counts(launches=1, moved_bytes=bytes_of((args, kwargs)) + bytes_of(output)))
+            return output
+
+        return launch
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Recorder, "recorded", dispatched))
+        stack.enter_context(patch.object(torch.Tensor, "tolist", listed))
+        stack.enter_context(patch.object(NoKernel, "launch", launched(NoKernel.launch)))
+        for kind in KERNELS:
+            for name in ("forward", "backward"):
+                stack.enter_context(patch.object(kind, name, staticmethod(launched(getattr(kind, name)))))
+        yield lambda: total
+
+
+def counts_of(func: Any, args: Any, kwargs: Any, output: Any) -> Counts:
+    """The counts of one operator; a view, or memory without contents, is none."""
+    waits = func in SYNCS or (func is aten.index.Tensor and any(is_mask(index) for index in args[1]))
+    given = {storage_key(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+    made = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+    is_view = not writes_in_place(func) and all(storage_key(each) in given for each in made)
+    if is_view or "empty" in func.__name__ or func.namespace == "prim":
+        return Counts(syncs=waits)
+    flops, moved = flops_of(func, args, kwargs, output), bytes_of((args, kwargs)) + bytes_of(output)
+    return Counts(1, waits, moved, moved if flops else 0, flops)
+
+
+def is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype == torch.bool
+
+
+def bytes_of(values: Any) -> int:
+    return sum(each.numel() * each.element_size() for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+
+
+def of_micro_batch(setting: Setting) -> tuple[Counts, float]:
+    """Counts of a micro-batch, and the FLOPs that its model needs, without what is computed twice to save memory."""
+    plan, predictor = planned(setting, "cuda")
+    batch, config = training_batch(plan, predictor), predictor.config
+    base, *deeper = sample_depths(config)
+    start = further_micro_batch(plan, predictor, batch, base)
+    total = start
+    for more in deeper:
+        layers = sum((all_ - few) * (many - few) for all_, few, many in zip(depth_of(config), base, more, strict=True))
+        total = total + (further_micro_batch(plan, predictor, batch, more) + start * -1) * layers
+    return total, model_flops(plan, config, batch)
+
+
+def further_micro_batch(plan: Plan, predictor: Any, batch: Mapping[str, Any], depth: Any) -> Counts:
+    """The difference of a step of two micro-batches and a step of one."""
+
+    def of_step(accumulation: int) -> Counts:
+        samples = accumulation * plan.schedule.micro_batch
+        schedule = replace(
+            plan.schedule, grad_accumulation=accumulation, effective_batch=samples, train_samples=samples
+        )
+        config, own = with_depth(predictor.config, depth), copy.deepcopy(dict(batch))
+        with counted() as so_far:
+            record_step(replace(plan, schedule=schedule), config, predictor.processor, own)
+            return so_far()
+
+    return of_step(2) + of_step(1) * -1
+
+
+def main() -> None:
+    configure_logging("operations")
+    print("| training | operators | waits | GB moved | of these in products | TFLOP | share of an H100's peak |")
+    print("|---|---|---|---|---|---|---|")
+    for name, setting in TRAININGS.items():
+        counts, needed = of_micro_batch(setting)
+        share = needed / counts.seconds() / PEAK_FLOPS
+        print(
+            f"| {name} | {counts.launches:,.0f} | {counts.syncs:,.0f} | {counts.moved_bytes / 1e9:,.0f} "
+            f"| {counts.product_bytes / 1e9:,.0f} | {counts.flops / 1e12:,.1f} | {share:.0%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
