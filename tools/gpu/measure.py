@@ -25,6 +25,7 @@ from typing import Any
 import click
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 

@@ -29,40 +29,33 @@ from stages.kit.internals.torch_internals import (
     writes_in_place,
 )
 from stages.kit.internals.trl_internals import NoKernel
-from stages.kit.memory.predict import depth_of, sample_depths, with_depth
+from stages.kit.memory.predict import Depth, MemoryPredictor, depth_of, sample_depths, with_depth
 from stages.kit.memory.recorder import Recorder
 from stages.kit.memory.stand_in import KERNELS
 from stages.kit.memory.step import record_step
+from stages.kit.planning.cards import named_card
 from stages.kit.planning.plan import Plan
-from tools.gpu.flops import model_flops
 from tools.gpu.measure import Setting, planned, training_batch
 
+_R1: Setting = {"profile": "qwen2-vl-2b-24gb", "recipe": "r1-llm-only"}
+_7B: Setting = {"profile": "qwen25-7b-80gb", "recipe": "amr-baseline", "max_length": 4096}
+_CHECKPOINTED, _OPEN = {"gradient_checkpointing": True}, {"gradient_checkpointing": False}
 TRAININGS: dict[str, Setting] = {
-    "r1, Qwen2-VL-2B, nf4, 2 samples": {
-        "profile": "qwen2-vl-2b-24gb",
-        "recipe": "r1-llm-only",
-        "micro_batch": 2,
-        "gradient_checkpointing": True,
-    },
-    "LoRA, Qwen2.5-7B, bf16, 2 x 4,096": {
-        "profile": "qwen25-7b-80gb",
-        "recipe": "amr-baseline",
-        "micro_batch": 2,
-        "max_length": 4096,
-        "gradient_checkpointing": False,
-    },
-    "mixture, full, 16 x 512": {
+    "r1, Qwen2-VL-2B, nf4, 2 x 2,048, checkpointed": {**_R1, **_CHECKPOINTED, "micro_batch": 2},
+    "the same, 16 x 2,048, not checkpointed": {**_R1, **_OPEN, "micro_batch": 16},
+    "LoRA, Qwen2.5-7B, bf16, 2 x 4,096, not checkpointed": {**_7B, **_OPEN, "micro_batch": 2},
+    "mixture, full, 16 x 512, checkpointed": {
         "profile": "moe-80gb",
         "recipe": "moe-finetune",
         "micro_batch": 16,
-        "gradient_checkpointing": True,
+        **_CHECKPOINTED,
     },
 }
 """Settings by a name for the table."""
 
-PRODUCTS_FLOPS, MEMORY_BYTES, LAUNCH_S, PEAK_FLOPS = 600e12, 3e12, 8e-6, 989.4e12
-"""An H100 SXM: products and memory a second as large kernels reach them, the host's time for an operator, and the peak
-of its data sheet. All but the last are assumed, not measured here."""
+PRODUCTS_FLOPS, MEMORY_BYTES, LAUNCH_S = 600e12, 3e12, 8e-6
+"""An H100: products and memory a second as large kernels reach them, and the host's time for an operator. Assumed, not
+measured here."""
 
 SYNCS = {READ_SCALAR, aten.nonzero.default, aten.repeat_interleave.Tensor, aten.masked_select.default}
 SYNCS |= {aten.equal.default}
@@ -151,20 +144,17 @@ def bytes_of(values: Any) -> int:
     return sum(each.numel() * each.element_size() for each in tree_leaves(values) if isinstance(each, torch.Tensor))
 
 
-def of_micro_batch(setting: Setting) -> tuple[Counts, float]:
-    """Counts of a micro-batch, and the FLOPs that its model needs, without what is computed twice to save memory."""
-    plan, predictor = planned(setting, "cuda")
+def of_micro_batch(plan: Plan, predictor: MemoryPredictor) -> Counts:
     batch, config = training_batch(plan, predictor), predictor.config
     base, *deeper = sample_depths(config)
-    start = further_micro_batch(plan, predictor, batch, base)
-    total = start
+    start = total = further_micro_batch(plan, predictor, batch, base)
     for more in deeper:
         layers = sum((all_ - few) * (many - few) for all_, few, many in zip(depth_of(config), base, more, strict=True))
-        total = total + (further_micro_batch(plan, predictor, batch, more) + start * -1) * layers
-    return total, model_flops(plan, config, batch)
+        total += (further_micro_batch(plan, predictor, batch, more) + start * -1) * layers
+    return total
 
 
-def further_micro_batch(plan: Plan, predictor: Any, batch: Mapping[str, Any], depth: Any) -> Counts:
+def further_micro_batch(plan: Plan, predictor: MemoryPredictor, batch: Mapping[str, Any], depth: Depth) -> Counts:
     """The difference of a step of two micro-batches and a step of one."""
 
     def of_step(accumulation: int) -> Counts:
@@ -182,14 +172,18 @@ def further_micro_batch(plan: Plan, predictor: Any, batch: Mapping[str, Any], de
 
 def main() -> None:
     configure_logging("operations")
-    print("| training | operators | waits | GB moved | of these in products | TFLOP | share of an H100's peak |")
+    peak = named_card("H100").tflops * 1e12
+    print("| training | operators | waits | GB moved | in products | TFLOP | share of an H100's peak |")
     print("|---|---|---|---|---|---|---|")
     for name, setting in TRAININGS.items():
-        counts, needed = of_micro_batch(setting)
-        share = needed / counts.seconds() / PEAK_FLOPS
+        plan, predictor = planned(setting, "cuda")
+        counts = of_micro_batch(plan, predictor)
+        # What is computed twice to save memory is not needed.
+        needed = of_micro_batch(replace(plan, gradient_checkpointing=False), predictor).flops
         print(
             f"| {name} | {counts.launches:,.0f} | {counts.syncs:,.0f} | {counts.moved_bytes / 1e9:,.0f} "
-            f"| {counts.product_bytes / 1e9:,.0f} | {counts.flops / 1e12:,.1f} | {share:.0%} |",
+            f"| {counts.product_bytes / 1e9:,.0f} | {counts.flops / 1e12:,.1f} "
+            f"| {needed / counts.seconds() / peak:.0%} |",
             flush=True,
         )
 
