@@ -1,4 +1,4 @@
-"""What a micro-batch asks of a GPU, counted on a CPU without weights: operators, waits of the host, bytes, arithmetic.
+"""Counts a micro-batch's operators, waits of the host, bytes and arithmetic on a GPU, by a CPU and without weights.
 
 The real trainer runs on the real widths with a few layers, as for a memory prediction; the rest of the layers is one
 layer's count times their number. Counted is one micro-batch more in a step, forward and backward, so that the
@@ -178,7 +178,7 @@ def main() -> None:
     for name, setting in TRAININGS.items():
         plan, predictor = planned(setting, "cuda")
         counts = of_micro_batch(plan, predictor)
-        # What is computed twice to save memory is not needed.
+        # Without what is computed twice to save memory.
         needed = of_micro_batch(replace(plan, gradient_checkpointing=False), predictor).flops
         print(
             f"| {name} | {counts.launches:,.0f} | {counts.syncs:,.0f} | {counts.moved_bytes / 1e9:,.0f} "
