@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from stages.core.lineage import combined_digest, file_digest, read_lineage
+from stages.core.records import read_yaml
+from stages.kit.planning.ladder import lowered
+from stages.kit.planning.plan import Plan
 from stages.kit.publishing.check import CARD_FILE, CERTIFICATE, LINEAGE, METRICS, MODEL, PLAN, check_published
 from stages.kit.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, fingerprint
 from tests.damage import damaged_bytes, damaged_tree, nested, quick
@@ -241,6 +245,16 @@ def test_a_change_that_somebody_else_signs_contradicts_the_rest(
     problems = check_published(copy).problems
     assert any(problem.startswith(f"{file}: ") for problem in problems), problems
     assert not any(problem.startswith(f"{SIGNATURE_FILE}: ") for problem in problems)
+
+
+def test_the_plan_of_a_training_that_ran_out_of_memory_may_be_the_lowered_one(copy: Path) -> None:
+    lower = lowered(read_yaml(Plan, copy / PLAN), 1)
+    assert lower is not None
+    plan = json.loads(json.dumps(asdict(lower)))
+    both(in_record("train", "attempt", to=1), in_record("train", "plan", to=plan), sign_again)(copy)
+    assert not check_published(copy).problems
+    both(in_record("train", "attempt", to=2), sign_again)(copy)
+    assert check_published(copy).problems
 
 
 @pytest.mark.parametrize(
