@@ -75,7 +75,7 @@ class Provenance(Record):
     outputs: dict[str, str]
     """Digest of each output, by path."""
     engine: str
-    """docker, podman, apptainer, or process for none."""
+    """Name of the engine, e.g. docker; "process" without containers."""
     image: str | None
     """Name of the image, derived from its inputs; None without an engine."""
     image_digest: str | None

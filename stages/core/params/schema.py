@@ -457,7 +457,8 @@ class ContainerParams:
     """Limits of a container of docker or podman. No result depends on them."""
 
     processes: Annotated[int, Field(ge=64, le=2**22)] | None = None
-    """Processes and threads of a stage. Null: 1,024, and as many again for each device."""
+    """Processes and threads of a stage. Null: 1,024, or 16 for each core if that is more; and as many again for each
+    device."""
     memory_gb: Rate | None = None
     """Memory of a stage, with /tmp and /dev/shm. Null: fifteen sixteenths of the machine's."""
 

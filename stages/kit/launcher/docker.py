@@ -33,9 +33,9 @@ HARDENING = (
 
 CALLER = f"{os.getuid()}:{os.getgid()}"
 """Owner of the files that a stage writes."""
-PROCESSES = 1024
-"""Processes and threads of a stage, and as many for each device: math libraries start one for each core, data loaders
-a few for each worker."""
+PROCESSES, PROCESSES_PER_CORE = 1024, 16
+"""Processes and threads of a stage, the larger of the two, and as many for each device: math libraries start one thread
+a core in each of their processes."""
 RESERVE = 16
 """The share of the machine's memory that a stage leaves to others, as a divisor."""
 
@@ -163,7 +163,9 @@ class ContainerEngine:
     def _limits(self, request: Request, info: dict[str, Any]) -> list[str]:
         """Options that keep a stage from taking all processes and all memory of the machine."""
         own, devices = request.params.containers, request.params.active.device.count
-        total = int(info["host"]["memTotal"] if "host" in info else info.get("MemTotal", 0))
+        host = info.get("host", {})  # podman's
+        total = int(host.get("memTotal", info.get("MemTotal", 0)))
+        processes = max(PROCESSES, PROCESSES_PER_CORE * int(host.get("cpus", info.get("NCPU", 0))))
         wanted = round(own.memory_gb * 1e9) if own.memory_gb else total - total // RESERVE
         if wanted > total:
             raise UserError(
@@ -171,7 +173,7 @@ class ContainerEngine:
             )
         # The limit of memory with swap is the same: no swap.
         memory = [f"--{name}={wanted}b" for name in ("memory", "memory-swap") if wanted]
-        return ["--pids-limit", str(own.processes or PROCESSES * (1 + devices)), *memory]
+        return ["--pids-limit", str(own.processes or processes * (1 + devices)), *memory]
 
     def _account_and_gpus(self, gpus: tuple[Gpu, ...], info: dict[str, Any]) -> list[str]:
         """Options for a container with the caller's account and these GPUs, and no other."""

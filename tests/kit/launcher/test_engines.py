@@ -50,7 +50,7 @@ if words[:2] == ["image", "inspect"]:
 if words[0] == "version" and error and "No such image" not in error:
     sys.exit(error)
 if words[0] == "info":
-    print(json.dumps({{"MemTotal": 16 * 10**9}} | json.loads(os.environ.get("FAKE_INFO", "{{}}"))))
+    print(json.dumps({{"MemTotal": 16 * 10**9, "NCPU": 2}} | json.loads(os.environ.get("FAKE_INFO", "{{}}"))))
 if words[0] == "kill":
     if (here / "killed").exists():
         sys.exit("Error: No such container")
@@ -261,7 +261,9 @@ def test_podman_under_dockers_name_and_rootless_docker_are_recognized(
     assert "--read-only-tmpfs=false" in call
 
 
-def test_docker_limits_processes_and_memory_by_the_machine_or_a_setting(docker: Path, workspace: Path) -> None:
+def test_docker_limits_processes_and_memory_by_the_machine_or_a_setting(
+    docker: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def limits(**own: Any) -> list[str]:
         params = replace(PARAMS, containers=ContainerParams(**own))
         call, _ = the_run(docker, workspace, "docker", params=params)
@@ -269,6 +271,9 @@ def test_docker_limits_processes_and_memory_by_the_machine_or_a_setting(docker: 
 
     assert limits() == ["2048", "--memory=15000000000b", "--memory-swap=15000000000b"]
     assert limits(processes=99, memory_gb=2.5) == ["99", "--memory=2500000000b", "--memory-swap=2500000000b"]
+    monkeypatch.setenv("FAKE_INFO", json.dumps({"host": {"cpus": 256, "memTotal": 32 * 10**9}}))
+    assert limits() == ["8192", "--memory=30000000000b", "--memory-swap=30000000000b"], "by podman's facts"
+    monkeypatch.delenv("FAKE_INFO")
     with pytest.raises(UserError, match=r"containers\.memory_gb in params\.yaml is 64; docker has 16\.0 GB here"):
         limits(memory_gb=64.0)
 
