@@ -86,8 +86,8 @@ def fastest_fit(fit: Fit, predict: Predict) -> Fit:
     found = []
     for climb in climbs(fit.plan):
         fitting = bisect_left(climb, True, key=lambda plan: fit.changed_to(plan, predict).verdict != "fits")
-        found += climb[fitting - 1 : fitting] if fitting else []
-    return fit.changed_to(min(found, key=assumed_time), predict) if found else fit
+        found += [fit.changed_to(climb[fitting - 1], predict)] if fitting else []
+    return min(found, key=lambda each: assumed_time(each.plan, each.prediction.flops), default=fit)
 
 
 def decide(fit: Fit, predict: Predict, how: str) -> Fit:

@@ -45,10 +45,10 @@ def climbs(plan: Plan) -> list[list[Plan]]:
     ]
 
 
-def assumed_time(plan: Plan) -> float:
-    """Time of a step, relative to one of large micro-batches without checkpointing, which repeats the forward pass."""
-    work = 4 / 3 if plan.gradient_checkpointing else 1.0
-    return work * (1 + TOKENS_TO_FILL_A_GPU / (plan.schedule.micro_batch * plan.max_length))
+def assumed_time(plan: Plan, flops: float) -> float:
+    """Time of a step relative to other plans of the recipe. flops: of a micro-batch, repeated passes included."""
+    slowdown = 1 + TOKENS_TO_FILL_A_GPU / (plan.schedule.micro_batch * plan.max_length)
+    return flops * plan.schedule.grad_accumulation * slowdown
 
 
 def rung_changes(plan: Plan) -> list[str]:

@@ -98,11 +98,13 @@ def test_what_is_run_is_what_was_asked_for(capacity_gib: float | None, how: str,
     assert decide(start(capacity_gib), falling, how).plan == LADDER[rung]
 
 
-def filled(capacity_gib: float | None) -> tuple[str, ...]:
-    """Changes by `fill` in a plan of 2 x 8 with checkpointing, where a sample takes 2 GiB, without it 6."""
+def filled(capacity_gib: float | None, *, work: float = 4 / 3) -> tuple[str, ...]:
+    """Changes by `fill` in a plan of 2 x 8 with checkpointing, where a sample takes 2 GiB, without it 6. work: of a
+    sample with checkpointing, relative to one without."""
 
     def predict(plan: Plan) -> Prediction:
-        return predicted(4 + plan.schedule.micro_batch * (2 if plan.gradient_checkpointing else 6))
+        size, checkpointed = plan.schedule.micro_batch, plan.gradient_checkpointing
+        return replace(predicted(4 + size * (2 if checkpointed else 6)), flops=size * (work if checkpointed else 1.0))
 
     plan = plan_with(2, 8, gradient_checkpointing=True)
     fit = replace(start(capacity_gib), plan=plan, prediction=predict(plan))
@@ -126,6 +128,11 @@ def filled(capacity_gib: float | None) -> tuple[str, ...]:
 )
 def test_a_card_is_filled_with_the_fastest_settings(capacity_gib: float | None, changes: tuple[str, ...]) -> None:
     assert filled(capacity_gib) == changes
+
+
+def test_the_counted_work_of_checkpointing_decides_whether_it_is_worth_a_larger_micro_batch() -> None:
+    smallest = ("micro_batch 2 -> 1", "grad_accumulation 8 -> 16", "gradient_checkpointing on -> off")
+    assert filled(14, work=4.0) == smallest
 
 
 def test_a_refusal_says_so_where_the_change_might_not_suffice_or_does_not() -> None:
