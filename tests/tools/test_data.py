@@ -1,11 +1,17 @@
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
-from stages.core.params.schema import DataParams, DatasetParams
+from stages.core.params.schema import DataParams, DatasetParams, LimitParams
+from stages.core.tasks import load_task
 from stages.prepare import prepare
+from stages.tasks.amr import samples as amr
+from stages.tasks.chat import samples as chat
+from stages.tasks.detection.samples.records import ForModel
+from stages.tasks.moe import samples as moe
 from tests import ROOT
 from tests.tasks.detection.written import PHOTOS, WRITERS
 from tools.data.__main__ import main
@@ -31,7 +37,8 @@ def test_a_folder_is_shown_with_all_that_is_wrong_and_the_entry_that_asks_for_it
     assert ended.exit_code == 0, ended.output
     lines = [" ".join(line.split()) for line in ended.output.splitlines()]
     for line in (
-        "train: images 2, 1 without a box; 1 invalid one",
+        "train: samples 2; 1 invalid one",
+        "train: without a box 1 image",
         "train: boxes an image 0: 1, 3: 1",
         "train: cup 1 box in 1 image",
         "val: Nährwerte 1 box in 1 image",
@@ -67,3 +74,42 @@ def test_a_dataset_is_shown_as_params_have_it(workspace: Path) -> None:
     page = (workspace / ".bakeoff/data/nutrition-tables.html").read_text()
     assert "<b>mug</b>" not in page
     assert "&lt;b&gt;mug" in page
+
+
+ANSWERS = {
+    "nutrition-tables": lambda record: ForModel("qwen2_vl", lambda *size: size).conversation(record, answered=True),
+    "visempar": lambda record: amr.conversation(record, answered=True, answer_format="mtup"),
+    "truthfulqa": lambda record: moe.conversation(record, answered=True),
+    "conversations": lambda record: chat.conversation(record, answered=True),
+}
+RECIPES = {"visempar": "amr-mtup"}
+
+
+@pytest.mark.parametrize("dataset", ANSWERS)
+def test_a_sample_is_shown_with_what_counts_in_the_loss(workspace: Path, dataset: str) -> None:
+    yaml, path = YAML(), workspace / "params.yaml"
+    params = yaml.load(path)
+    params["profiles"]["tiny"]["datasets"][dataset]["limit"] = {"train": 3, "val": 2}
+    yaml.dump(params, path)
+    recipe = RECIPES.get(dataset)
+    ended = run("--dataset", dataset, *(["--recipe", recipe] if recipe else []))
+    assert ended.exit_code == 0, ended.output
+    task = params["profiles"]["tiny"]["datasets"][dataset]["task"]
+    chosen = DatasetParams(task=task, source=f"folder:data/tiny/{dataset}", limit=LimitParams(train=3, val=2))
+    prepare(chosen, DataParams(), workspace / "out")
+    record = load_task(task, "samples").read_split(workspace / "out", "train")[0]
+    messages = ANSWERS[dataset](record).messages
+    shown = ended.stdout.partition("\u27e6 \u27e7:")[2]
+    counted = re.findall("\u27e6(.*?)\u27e7", shown, re.DOTALL)
+    assert [text.removesuffix("<|im_end|>") for text in counted] == [messages[-1]["content"][0]["text"]]
+    assert messages[0]["content"][-1]["text"] in shown
+    (share,) = re.findall(r"train: in the loss +(\d+)% of the tokens of 3 samples", ended.stdout)
+    assert 0 < int(share) < 100
+    assert ("<|image_pad|> x " in shown) == (task == "detection")
+
+
+def test_an_unknown_recipe_or_a_mix_that_is_not_prepared_is_refused(workspace: Path) -> None:
+    assert (
+        "is called 'amr-mtp' (did you mean 'amr-mtup'?)" in run("--dataset", "visempar", "--recipe", "amr-mtp").output
+    )
+    assert "dvc repro prepare@both-domains" in run("--dataset", "both-domains").output

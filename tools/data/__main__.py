@@ -1,20 +1,25 @@
-"""Show how a folder of images with boxes is understood, before anything is trained. Nothing in it is changed.
+"""Show a dataset as models will see it, before anything is trained. Nothing of it is changed.
 
-Reads   SOURCE, a folder or hub:OWNER/NAME@REVISION; or a dataset of params.yaml's active profile
-Writes  .bakeoff/data/NAME.html: twelve images with their boxes, and the same figures
-Run     make data SOURCE=/path/to/photographs
-        make data DATASET=nutrition-tables
+Reads   a dataset of params.yaml's active profile; or SOURCE, a folder or hub:OWNER/NAME@REVISION of images with boxes
+Writes  .bakeoff/data/NAME.html for images with boxes: twelve of them, and the same figures
+Run     make data DATASET=visempar RECIPE=amr-mtup
+        make data SOURCE=/path/to/photographs
 
-For a folder all categories are shown, and the entry for params.yaml; a dataset is shown as params.yaml has it.
+The end is one training sample in the recipe's own form, the tokens that count in its loss coloured. For a folder all
+categories are shown, and the entry for params.yaml; a dataset is shown as params.yaml has it.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import logging
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,16 +30,20 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError, configure_logging, listed, pluralize, printable
 from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams, Params
-from stages.core.records import cut, publish_text
+from stages.core.records import cut, nearest, publish_text
+from stages.core.tasks import load_task
+from stages.kit.data.prepared import STATS_FILE
 from stages.kit.reporting.page import inline_image
 from stages.prepare import prepare
-from stages.tasks.detection import samples
-from stages.tasks.detection.samples.records import DetectionRecord, read_split
+from stages.tasks.detection.samples.records import DetectionRecord
 from stages.tasks.detection.scoring.drawing import TRUTH_COLOUR, draw_boxes
 from stages.tasks.detection.sources.rows import DataForm, Reader
 from tools.plan import available_inputs, trainable_recipes
 
 SHOWN = 12
+"""Images on the page."""
+MEASURED = 64
+"""Training samples whose share of tokens in the loss is given."""
 PAGE_DIR = Path(".bakeoff/data")
 
 Lines = list[tuple[str, str]]
@@ -46,29 +55,18 @@ log = logging.getLogger("stages")
 @click.command(help=__doc__)
 @click.argument("source", required=False)
 @click.option("--dataset", help="A dataset of params.yaml; with SOURCE, the name to propose.")
+@click.option("--recipe", help="The recipe whose form a sample is shown in; the first of the dataset's, if not given.")
 @click.option("--format", "form", type=click.Choice(get_args(DataForm)), help="Of the folder, if it is ambiguous.")
-def main(source: str | None, dataset: str | None, form: DataForm | None) -> None:
+def main(source: str | None, dataset: str | None, recipe: str | None, form: DataForm | None) -> None:
     configure_logging("data")
     params = load_params()
-    known = [name for name, each in params.active.datasets.items() if each.task == "detection"]
-    name = dataset or next(iter(known), "data")
-    if source is None and (dataset is None or form is not None):
-        raise click.UsageError(
-            f"name a folder, or a dataset alone with --dataset: {', '.join(known) or 'there is none'}"
-        )
-    if source is None:
-        chosen = params.dataset(name)
-        if chosen.task != "detection" or chosen.mix:
-            raise UserError(f"dataset {name} has no images with boxes of its own")
-    else:
-        source = source if source.startswith(("folder:", "hub:")) else f"folder:{source}"
-        reader = {"format": form, "category": None, "empty_images": True}
-        chosen = DatasetParams(task="detection", source=source, reader=reader)
-    with tempfile.TemporaryDirectory() as folder:
-        prepared_dir = Path(folder) / "prepared"
-        stats = prepare(chosen, DataParams(skip_invalid=True), prepared_dir)
-        splits = {split: read_split(prepared_dir, split) for split in stats["splits"]}
-    lines = [("source", chosen.source), *figures(stats, splits), *token_lengths(params, name, splits)]
+    name, chosen = chosen_dataset(params, source, dataset, form)
+    stats, splits = read_dataset(name, chosen)
+    lines = [("source", chosen.source), *figures(stats, splits)]
+    if chosen.task == "detection":
+        lines += image_figures(stats, splits)
+    shown, sample = as_trained(params, name, chosen.task, recipe, splits)
+    lines += shown
     problems = []
     for split in stats["splits"].values():
         for each in split["invalid"]:
@@ -80,21 +78,64 @@ def main(source: str | None, dataset: str | None, form: DataForm | None) -> None
         click.echo(printable(f"\n{pluralize(len(problems), 'problem')}; such samples stop a run, or are left out:"))
         click.echo(printable(listed(problems)))
     records = [record for some in splits.values() for record in some]
-    click.echo(f"\nimages with their boxes   {publish_page(name, lines, problems, records)}")
+    if chosen.task == "detection":
+        click.echo(f"\nimages with their boxes   {publish_page(name, lines, problems, records)}")
+    if sample:
+        click.echo(f"\n{sample}")
     if source is not None:
         click.echo(
-            f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, source, form, records)}", nl=False
+            f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, chosen.source, form, records)}",
+            nl=False,
         )
 
 
-def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[DetectionRecord]]) -> Iterator[tuple[str, str]]:
-    """Counts, sizes, boxes an image, and categories of each split."""
+def chosen_dataset(
+    params: Params, source: str | None, dataset: str | None, form: DataForm | None
+) -> tuple[str, DatasetParams]:
+    """The dataset of this name, or one of all categories of a folder's images, with the name to propose."""
+    if source is None:
+        if dataset is None or form is not None:
+            names = ", ".join(params.active.datasets) or "there is none"
+            raise click.UsageError(f"name a folder, or a dataset alone with --dataset: {names}")
+        return dataset, params.dataset(dataset)
+    known = [name for name, each in params.active.datasets.items() if each.task == "detection"]
+    reader = {"format": form, "category": None, "empty_images": True}
+    source = source if source.startswith(("folder:", "hub:")) else f"folder:{source}"
+    return dataset or next(iter(known), "data"), DatasetParams(task="detection", source=source, reader=reader)
+
+
+def read_dataset(name: str, chosen: DatasetParams) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """stats.json and the records of each split, invalid samples left out. Raises UserError for a mix that is not
+    prepared yet: its parts are."""
+    read_split = load_task(chosen.task, "samples").read_split
+    with tempfile.TemporaryDirectory() as folder:
+        prepared_dir = Path(folder) / "prepared"
+        if not chosen.mix:
+            stats = prepare(chosen, DataParams(skip_invalid=True), prepared_dir)
+        elif (stats_path := Path("data/prepared") / name / STATS_FILE).is_file():
+            stats, prepared_dir = json.loads(stats_path.read_text(encoding="utf-8")), stats_path.parent
+        else:
+            raise UserError(f"{name} is a mix, and not prepared yet; run: dvc repro prepare@{name}")
+        return stats, {split: read_split(prepared_dir, split) for split in stats["splits"]}
+
+
+def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, str]]:
+    """Counts of each split."""
     if stats["validation"]:
         yield "validation", stats["validation"]
     for split, records in splits.items():
         found = stats["splits"][split]
-        empty, invalid = found["empty_images"], found["invalid_rows"]
-        yield f"{split}: images", f"{len(records):,}, {empty:,} without a box; {pluralize(invalid, 'invalid one')}"
+        more = f"; {found['leaked_rows']:,} left out, in another split too" if found["leaked_rows"] else ""
+        yield f"{split}: samples", f"{len(records):,}; {pluralize(found['invalid_rows'], 'invalid one')}{more}"
+
+
+def image_figures(
+    stats: Mapping[str, Any], splits: Mapping[str, Sequence[DetectionRecord]]
+) -> Iterator[tuple[str, str]]:
+    """Sizes, boxes an image, and categories of each split."""
+    for split, records in splits.items():
+        found = stats["splits"][split]
+        yield f"{split}: without a box", pluralize(found["empty_images"], "image")
         areas = sorted(records, key=lambda record: record.width * record.height)
         sizes = (f"{record.width} x {record.height}" for record in (areas[0], areas[len(areas) // 2], areas[-1]))
         yield f"{split}: smallest, median, largest", ", ".join(sizes)
@@ -105,28 +146,71 @@ def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[DetectionRec
             yield f"{split}: {cut(label)}", f"{boxes} in {pluralize(images, 'image')}"
 
 
-def token_lengths(
-    params: Params, dataset: str, splits: Mapping[str, Sequence[DetectionRecord]]
-) -> Iterator[tuple[str, str]]:
-    """Tokens of question, image and answer, if a recipe's processor needs no download."""
-    using = [name for name in trainable_recipes(params) if params.recipe(name).task == "detection"]
-    recipe = next((name for name in using if params.recipe(name).data == dataset), None) or next(iter(using), None)
-    inputs = available_inputs(params, recipe) if recipe else None
-    if recipe is None or inputs is None or not inputs.has_tokenizer:
-        yield "tokens", f"not counted: the base of profile {params.profile} is not fetched yet"
-        return
+def as_trained(
+    params: Params, dataset: str, task: str, wanted: str | None, splits: Mapping[str, Sequence[Any]]
+) -> tuple[Lines, str]:
+    """Figures of the samples' tokens, and one training sample as a recipe's training sees it; none of both if the
+    recipe's processor is not fetched yet.
+
+    wanted: the recipe; None for the first that trains on the dataset, or else the first of its task.
+    """
+    using = [name for name in trainable_recipes(params) if params.recipe(name).task == task]
+    if wanted is not None and wanted not in using:
+        raise UserError(f"no recipe of {task} in profile {params.profile} is called {wanted!r}{nearest(wanted, using)}")
+    of_dataset = [name for name in using if params.recipe(name).data == dataset]
+    name = wanted or next(iter([*of_dataset, *using]), None)
+    inputs = available_inputs(params, name) if name else None
+    if name is None or inputs is None or not inputs.has_tokenizer:
+        return [("tokens", f"not counted: the base of profile {params.profile} is not fetched yet")], ""
     # Slow to import.
     from stages.kit.models.folders import model_type
-    from stages.kit.models.prompts import count_tokens, load_processor, samples_for
+    from stages.kit.models.prompts import count_tokens, load_processor, samples_for, tokenizer_of
+    from stages.kit.training.batches import IGNORED, ConversationCollator
 
-    processor, limit = load_processor(inputs.config_dir, params.active.images), params.recipe(recipe).max_length
-    ask = samples_for(samples, model_type(inputs.config_dir), processor).conversation
+    recipe, samples = params.recipe(name), load_task(task, "samples")
+    processor = load_processor(inputs.config_dir, params.active.images)
+    converse = partial(
+        samples_for(samples, model_type(inputs.config_dir), processor).conversation,
+        answered=True,
+        answer_format=recipe.answer_format,
+    )
+    lines, limit = [], recipe.max_length
     for split, records in splits.items():
-        lengths = sorted(count_tokens(processor, ask(record, answered=True)) for record in records)
-        longer = sum(length > limit for length in lengths)
+        lengths = sorted(count_tokens(processor, converse(record)) for record in records)
+        beyond = f"{sum(length > limit for length in lengths):,} are longer than the {limit} of {name}"
         half = lengths[len(lengths) // 2]
-        beyond = f"{longer:,} are longer than the {limit} of {recipe}"
-        yield f"{split}: tokens", f"{lengths[0]} to {lengths[-1]}, half of them at most {half}; {beyond}"
+        lines.append((f"{split}: tokens", f"{lengths[0]} to {lengths[-1]}, half of them at most {half}; {beyond}"))
+    if recipe.loss == "router-labels":
+        return lines, f"{name} teaches its routers the expert of each sample: every token counts"
+    records = [
+        record
+        for record in splits["train"][:MEASURED]
+        if count_tokens(processor, converse(record), max_length=limit) <= limit
+    ]
+    if not records:
+        return lines, ""
+    collate = ConversationCollator(processor, records, converse, loss=recipe.loss, max_length=limit)
+    counted, total = 0, 0
+    for number in range(len(records)):
+        row = collate.padded_batch([{"sample": number}])
+        counted, total = counted + int((row["labels"] != IGNORED).sum()), total + row["labels"].numel()
+    share = f"{counted / total:.0%} of the tokens of {pluralize(len(records), 'sample')} count in the loss of {name}"
+    lines.append(("train: in the loss", f"{share} ({recipe.loss})"))
+    return lines, coloured(tokenizer_of(processor), collate.padded_batch([{"sample": 0}]), name)
+
+
+def coloured(tokenizer: Any, row: Mapping[str, Any], recipe: str) -> str:
+    """A batch of one sample as text. What counts in the loss is green and between brackets, which stay where there are
+    no colours. A token that repeats, as an image's does, is written once."""
+    from stages.kit.training.batches import IGNORED
+
+    found = f"one training sample as {recipe} sees it, what counts in the loss in \u27e6 \u27e7:\n\n"
+    pairs = zip(row["input_ids"][0].tolist(), row["labels"][0].tolist(), strict=True)
+    for counts, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
+        text = tokenizer.decode([token for token, _ in run])
+        text = re.sub(r"(<[^<>\s]+>)\1{3,}", lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
+        found += click.style(f"\u27e6{printable(text)}\u27e7", fg="green") if counts else printable(text)
+    return found
 
 
 def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequence[DetectionRecord]) -> Path:

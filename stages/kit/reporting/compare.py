@@ -22,7 +22,7 @@ from stages.kit.reporting.runs import (
     read_run,
     refuse_different_samples,
 )
-from stages.kit.statistics import Floats, Interval, Statistic, sample_mean
+from stages.kit.statistics import LEVEL, Floats, Interval, Statistic, sample_mean
 
 _BEST = "the best"
 UNAVAILABLE = "unavailable"
@@ -515,11 +515,14 @@ def _headline(
 ) -> str:
     """over_rival: the best against the rival with the least evidence; None without any rival."""
     assert best.run is not None
+    samples = len(best.run.samples)
     found = f"{report.primary_words} {best.score.mean:.3f}{interval_words(best.score.interval)}"
     model, other = (best.name, "") if over_seeds else (f"the model of {best.name}", "that of ")
     left_out = [contender for contender in contenders if contender.left_out]
     if over_rival is None:
         words = f"{best.name} is the only model evaluated: {found}"
+        if too_few(samples):
+            words += f", but {_too_few(samples)} it from any other"
     elif _is_shown(over_rival):
         alone = len(contenders) - len(left_out) == 2
         others = f"{other}{over_rival.theirs}" if alone else "every other" if other else "every other model"
@@ -537,6 +540,11 @@ def _headline(
                 else f"{over_rival.theirs} may be as good or better"
             )
     return (f"The{words[3:]}" if words.startswith("the ") else words) + "."
+
+
+def too_few(num_samples: int) -> bool:
+    """Whether no difference can be shown on so few samples, not even if all of them agree (the exact sign test)."""
+    return bool(2.0 * 0.5**num_samples > 1 - LEVEL)
 
 
 def _too_few(num_samples: int) -> str:

@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.text import Text
 
-from stages.core.errors import join_truncated
+from stages.core.errors import join_truncated, pluralize
 from stages.core.lineage import short
 from stages.core.params.schema import PARTS
 from stages.core.provenance import Provenance
 from stages.kit.planning.plan import Plan
-from stages.kit.reporting.compare import Comparison, Insight, Metric, p_words
+from stages.kit.reporting.compare import Comparison, Insight, Metric, p_words, too_few
 from stages.kit.reporting.evidence import MAX_SEEDS, POWER
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import (
@@ -207,7 +207,10 @@ def _seeds_needed(insight: Insight) -> str:
 
 def design_words(comparison: Comparison) -> list[str]:
     """The limits that samples, seeds, split and engines set to the claims of the report, a sentence or two each."""
-    samples = f"{comparison.num_samples} samples; intervals are {LEVEL:.0%}, paired by sample."
+    number = pluralize(comparison.num_samples, "sample")
+    samples = f"{number}; intervals are {LEVEL:.0%}, paired by sample."
+    if too_few(comparison.num_samples):
+        return [f"{number}: too few for any interval or verdict.", *_run_words(comparison.all_runs), *comparison.notes]
     families = [insight.difference.family for insight in comparison.insights if insight.difference]
     if families and comparison.over_seeds:
         samples += (

@@ -106,6 +106,11 @@ def test_too_few_samples_decide_nothing(num_samples: int, words: str) -> None:
     assert not comparison.conclusive
     assert words in comparison.headline
     assert words in comparison.insights[0].words
+    alone = compare(REPORT, comparison.contenders[:1])
+    assert words in alone.headline
+    number = "1 sample" if num_samples == 1 else f"{num_samples} samples"
+    for each in (comparison, alone):
+        assert design_words(each)[0] == f"{number}: too few for any interval or verdict."
 
 
 def test_words_follow_the_verdict_and_name_models_if_each_was_trained_once() -> None:
