@@ -55,10 +55,6 @@ def fill(path, gib):
     with open(path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, gib * 2**30)
 
-def out(name):
-    os.makedirs("data/runs/r1-llm-only/trained")
-    return "data/runs/r1-llm-only/trained/" + name
-
 """
 
 
@@ -104,15 +100,6 @@ TOO_LARGE = [
     (f"fill('{folder}/x', 5)", "No space left on device") for folder in ("/dev/shm", "/tmp") if ENGINE != "apptainer"
 ]
 
-STRAYS = [
-    ("open('data/runs/r1-llm-only/notes', 'w')", "which dvc.yaml does not declare"),
-    # To lead others out.
-    ("os.symlink('/etc', 'data/runs/r1-llm-only/training')", "training (a link or a special file)"),
-    ("os.symlink('/etc/passwd', out('x'))", "trained/x (a link or a special file)"),
-    ("os.mkfifo(out('x'))", "trained/x (a link or a special file)"),
-    ("s = socket.socket(socket.AF_UNIX); s.bind(out('x'))", "trained/x (a link or a special file)"),
-]
-
 
 def trying(attempts: Sequence[str]) -> str:
     """A stage that tries everything, and prints by attempt the error, or null where it succeeded."""
@@ -143,11 +130,10 @@ def test_forbidden_attempt_fails(outcomes: dict[str, str | None], attempt: str, 
     assert error in str(outcomes[attempt])
 
 
-@pytest.mark.parametrize(("attempt", "error"), STRAYS)
-def test_forbidden_output_is_refused(playground: Path, attempt: str, error: str) -> None:
-    result = run(playground, HELPERS + attempt)
-    assert result.returncode == 1
-    assert error in result.stderr
+def test_undeclared_output_is_refused(playground: Path) -> None:
+    """Links and special files among outputs: tests/kit/launcher/test_container.py."""
+    result = run(playground, "open('data/runs/r1-llm-only/notes', 'w')")
+    assert (result.returncode, "which dvc.yaml does not declare" in result.stderr) == (1, True), result.stderr
     assert not (playground / "data/runs/r1-llm-only/notes").exists()
 
 

@@ -230,32 +230,25 @@ def test_place_of_an_input_does_not_pass_for_an_output(workspace: Path, outputs:
     assert (workspace / "data/runs/r1/trained/new").exists() != moved
 
 
-def test_modes_of_outputs_are_plain(workspace: Path, outputs: Outputs) -> None:
+@pytest.mark.parametrize(("umask", "modes"), [(0o022, (0o711, 0o700)), (0o077, (0o700, 0o700))])
+def test_outputs_have_plain_modes_within_the_callers_umask(
+    workspace: Path, outputs: Outputs, umask: int, modes: tuple[int, int]
+) -> None:
     left = workspace / "data/.outputs/train@r1/written/data/locked"
     write(left / "file", "left by a killed launcher")
     left.chmod(0o500)
-    for _ in range(2):  # the second time it replaces what the first one left
-        with outputs.aside():
-            write_outputs(outputs)
-            program = outputs.written_dir / "data/runs/r1/trained/new"
-            program.chmod(0o4711)
-            program.parent.chmod(0o500)
-            outputs.take([])
-        trained = workspace / "data/runs/r1/trained"
-        assert stat.S_IMODE((trained / "new").stat().st_mode) == 0o711
-        assert stat.S_IMODE(trained.stat().st_mode) == 0o700
-
-
-def test_callers_umask_decides_who_may_read_outputs(workspace: Path, outputs: Outputs) -> None:
-    before = os.umask(0o077)
+    before, trained = os.umask(umask), workspace / "data/runs/r1/trained"
     try:
-        with outputs.aside():
-            write_outputs(outputs)
-            (outputs.written_dir / "data/runs/r1/trained/new").chmod(0o644)  # by the umask in the container
-            outputs.take([])
+        for _ in range(2):  # the second time it replaces what the first one left
+            with outputs.aside():
+                write_outputs(outputs)
+                program = outputs.written_dir / "data/runs/r1/trained/new"
+                program.chmod(0o4711)
+                program.parent.chmod(0o500)
+                outputs.take([])
     finally:
         os.umask(before)
-    assert stat.S_IMODE((workspace / "data/runs/r1/trained/new").stat().st_mode) == 0o600
+    assert tuple(stat.S_IMODE(path.stat().st_mode) for path in (trained / "new", trained)) == modes
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
