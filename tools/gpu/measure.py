@@ -96,6 +96,7 @@ def facts(device: str) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     card = card_of(name)
     with_triton = find_spec("triton") is not None and on_gpu
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)  # as for every model that is loaded (models/kernels.py)
     probes = {f"SDPA in evaluation, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}
     seed_everything(42)  # from here on kernels without a deterministic form are refused, as in every training
     probes |= {f"SDPA in training, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}
