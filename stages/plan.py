@@ -25,7 +25,7 @@ from stages.core.families import require_precision
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.tasks import load_task
-from stages.kit.memory.fit import Fit, decide, fitting_batch_size
+from stages.kit.memory.fit import Fit, decide, duration, fitting_batch_size
 from stages.kit.memory.predict import MemoryPredictor, capacity_bytes
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.models.adapters import TrainableCounts
@@ -111,6 +111,8 @@ def main(recipe: str) -> None:
     fit.record(evaluation).write(run_dir / "memory.json")
     for line in (*found.notes, TrainableCounts(**fit.plan.trainable), *fit.lines()):
         log.info("%s", line)
+    if (time := duration(fit, found.lengths, params.prices)) is not None:
+        log.info("time: %s", time)
     fits = evaluation.verdict in (None, "fits")
     halved = "" if fits else f": {evaluation.verdict}; it halves its batch until it does"
     log.info("evaluation takes %s GiB, %d at once%s", gib_text(evaluation.prediction.total_bytes), batch_size, halved)

@@ -262,8 +262,9 @@ class Predictions:
         for name in ("memory_gb", "card"):
             before, after = (getattr(device, name) for device in (active.device, cheapest.plan.device))
             if before != after:
-                value = f"{after:g}" if name == "memory_gb" else f"'{after}'" if after else "null"
-                changes.append(f"{'' if before else '++'}profiles.{profile}.device.{name}={value}")
+                change = f"{'' if before else '++'}profiles.{profile}.device.{name}"
+                value = f"{after:g}" if isinstance(after, float) else json.dumps(after)
+                changes.append(f"{change}={value}" if name == "memory_gb" else f"'{change}={value}'")
         if active.memory.fit not in ("auto", "fill") and cheapest.changes:
             changes.append(f"++profiles.{profile}.memory.fit=auto")
         return " ".join(["dvc exp run --temp", *(f"-S {change}" for change in changes), stage])

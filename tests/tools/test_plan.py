@@ -144,6 +144,10 @@ def test_it_ends_with_the_command_that_runs_the_cheapest_change_that_fits(
     assert "micro_batch 16 -> 1, grad_accumulation 1 -> 16" in text
     assert command(text) is None
     assert command(answer(*on_gpu("r1-llm-only", "--gpu", "40"))) == run_on(40, "evaluate@r1-llm-only")
+    card = f"-S '++profiles.{GPU_PROFILE}.device.card=\"RTX 3090\"'"
+    assert command(answer(*on_gpu("r1-llm-only", "--gpu", "rtx 3090"))) == run_on(
+        24, card, "evaluate@r1-llm-only"
+    ).replace(f" -S profiles.{GPU_PROFILE}.device.memory_gb=24", "")
     own = f"dvc exp run --temp -S profile={GPU_PROFILE} evaluate@r1-llm-only"
     assert command(answer(*on_gpu("r1-llm-only"))) == own
 

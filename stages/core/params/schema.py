@@ -394,7 +394,7 @@ class TrackingParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PriceParams:
-    """Prices for `make plan`, in any currency; null: none. No stage reads them."""
+    """Prices for the cost of a training, in any currency; null: none. No result depends on them."""
 
     gpu_hour: Rate | None = None
     """One GPU for an hour."""
