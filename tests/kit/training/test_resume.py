@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -141,7 +141,10 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("models") / "base")
 
 
-VALIDATED = replace(FULL, validation=validation(every_steps=1, samples=5, score_samples=2))
+DROPOUT = LoraParams(rank=4, alpha=8, dropout=0.2, targets={"llm": ("all-linear",)})
+UNSEEN = plan_for("r1-llm-only", micro_batch=1, quantization="none", lora=DROPOUT)
+VALIDATED = replace(UNSEEN, validation=validation(every_steps=1, samples=5, score_samples=2))
+"""The same, with validation."""
 
 
 def draw(model: Any) -> float:
@@ -154,7 +157,8 @@ def draw(model: Any) -> float:
     return float(next(each for each in model.parameters() if each.requires_grad).double().sum())
 
 
-def text_trainer(folder: Path, plan: Plan) -> RecipeTrainer:
+def text_trainer(folder: Path, plan: Plan, scores: Mapping[int, float] | None = None) -> RecipeTrainer:
+    """scores: of validations by step, in place of `draw`."""
     seed_everything(plan.seed)
     model = load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32")
     model.config.router_aux_loss_coef = 3.0  # of a mixture
@@ -162,9 +166,11 @@ def text_trainer(folder: Path, plan: Plan) -> RecipeTrainer:
     processor = load_processor(folder, None)
     collator = ConversationCollator(processor, SAMPLES, lambda it: it, loss=plan.loss, max_length=2048)
     validator = None
+    made: list[RecipeTrainer] = []
     if plan.validation is not None:
-        validator = Validator(collator=collator, chosen=choose_samples(collator, plan), score=draw)
-    return make_trainer(
+        score = draw if scores is None else lambda _: scores[made[0].state.global_step]
+        validator = Validator(collator=collator, chosen=choose_samples(collator, plan), score=score)
+    trainer: RecipeTrainer = make_trainer(
         replace(plan, trainable=asdict(count_trainable(model))),
         model=model,
         processor=processor,
@@ -172,10 +178,12 @@ def text_trainer(folder: Path, plan: Plan) -> RecipeTrainer:
         validator=validator,
         report_to="none",
     )
+    made.append(trainer)
+    return trainer
 
 
-def text_workplace(model_dir: Path, folder: Path) -> Workplace:
-    return Workplace(lambda plan: text_trainer(model_dir, plan), folder)
+def text_workplace(model_dir: Path, folder: Path, scores: Mapping[int, float] | None = None) -> Workplace:
+    return Workplace(lambda plan: text_trainer(model_dir, plan, scores), folder)
 
 
 @pytest.fixture
@@ -198,7 +206,7 @@ def test_a_full_training_killed_again_and_again(workplace: Workplace, undisturbe
 
 
 def test_validation_changes_nothing_else_and_a_killed_training_has_the_same_curves(
-    workplace: Workplace, undisturbed: Outcome, text_dir: Path, tmp_path: Path
+    workplace: Workplace, text_dir: Path, tmp_path: Path
 ) -> None:
     validated = text_workplace(text_dir, tmp_path / "validated").train(VALIDATED, ON_SIGNALS)
     assert [entry["step"] for entry in validated.log if "eval_loss" in entry] == [1, 2, 3, 4]
@@ -210,7 +218,48 @@ def test_validation_changes_nothing_else_and_a_killed_training_has_the_same_curv
     workplace.train(VALIDATED).assert_same(validated)
     validated.log = [entry for entry in validated.log if "eval_loss" not in entry]
     validated.curves = {name: curve for name, curve in validated.curves.items() if name.startswith("train/")}
-    validated.assert_same(undisturbed)
+    validated.assert_same(text_workplace(text_dir, tmp_path / "unseen").train(UNSEEN, ON_SIGNALS))
+
+
+def chosen(**changes: Any) -> Plan:
+    return replace(FULL, validation=validation(every_steps=1, samples=5, score_samples=2, by="score", **changes))
+
+
+def test_the_best_weights_are_kept_though_it_is_killed_and_loses_them(
+    text_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan, scores = chosen(keep_best=True), {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.5}
+    one_kept = replace(EVERY_STEP, keep=1)
+    calm = text_workplace(text_dir, tmp_path / "calm", scores)
+    kept = calm.train(plan, replace(ON_SIGNALS, keep=1))
+    assert calm.steps == [2]  # the first best one went with the second
+    saved = load_state(calm.checkpoints.at(2) / "process-0.pt")
+    assert all(torch.equal(saved["weights"][name], tensor) for name, tensor in kept.weights.items())
+    killed = text_workplace(text_dir, tmp_path / "killed", scores)
+    killed.interrupt(plan, one_kept, at=At(4, kill))
+    assert killed.steps == [2, 3]
+    killed.train(plan, one_kept).assert_same(kept)
+    killed.interrupt(plan, one_kept, at=At(4, kill))
+    (killed.checkpoints.at(2) / "process-0.pt").write_bytes(b"damaged")
+    killed.train(plan, one_kept).assert_same(kept)
+    assert f"{killed.checkpoints.at(2) / 'process-0.pt'} differs" in caplog.text
+
+
+@pytest.mark.parametrize("end", [kill, request_end])
+def test_it_stops_early_and_does_not_go_on_when_resumed(
+    text_dir: Path, tmp_path: Path, end: Callable[[], None]
+) -> None:
+    plan, scores = chosen(patience=2), {1: 0.5, 2: 0.5, 3: 0.4, 4: 0.9}
+    workplace = text_workplace(text_dir, tmp_path, scores)
+    if end is kill:
+        workplace.interrupt(plan, at=At(3, kill))
+        stopped = workplace.train(plan)
+    else:  # the signal comes in the step after which it stops anyway
+        stopped = workplace.train(plan, at=At(3, end))
+    assert len(stopped.trace) == 3
+    assert workplace.steps[-1] < 3
+    plain = text_workplace(text_dir, tmp_path / "plain").train(replace(FULL, validation=None), ON_SIGNALS)
+    assert stopped.trace == plain.trace[:3]
 
 
 def test_a_killed_training_with_images_and_dropout_on_weights_in_4_bits(build: Build, tmp_path: Path) -> None:
