@@ -180,6 +180,14 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({f"{R2}.quantization": "nf4"}, f"{R2}.quantization: "),
         ({f"{R1}.part_learning_rates": {"vision": 1.0}}, f"{R1}.part_learning_rates.vision: set"),
         ({"recipes.gate.full_targets.vision": ["attn"]}, "recipes.gate.full_targets.vision: set"),
+        ({f"{R1}.validation": {"samples": 0}}, f"{R1}.validation.samples: "),
+        ({f"{R1}.validation": {"every_steps": 0}}, f"{R1}.validation.every_steps"),
+        ({f"{R1}.early_stopping": {"patience": 0}}, f"{R1}.early_stopping.patience: "),
+        ({f"{R1}.keep": "best", f"{R1}.validation": None}, f"{R1}.keep: "),
+        (
+            {f"{R1}.early_stopping": {"patience": 3}, f"{R1}.validation": {"by": "score", "score_samples": 0}},
+            f"{R1}.validation.score_samples: 0",
+        ),
         # Profiles
         ({f"{TINY}.memory.attn": "flash_attention_2"}, f"{TINY}.memory: "),
         ({f"{TINY}.memory.placement": "balanced"}, f"{TINY}.memory.placement: "),

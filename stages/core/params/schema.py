@@ -188,7 +188,7 @@ class ValidationLimit:
     """At most so many samples of a validation while training, whatever the recipe says."""
 
     samples: Positive
-    score_samples: Annotated[int, Field(ge=0)]
+    score_samples: Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -242,7 +242,7 @@ class ValidationParams:
     """Optimizer steps between two validations; below 1, their share of the training. The last step has one too."""
     samples: Positive = 64
     """Samples whose loss is computed."""
-    score_samples: Annotated[int, Field(ge=0)] = 24
+    score_samples: Annotated[int, Field(ge=0, lt=2**31)] = 24
     """Number of them that the model also answers, for the score of a sample by its task."""
     by: Literal["loss", "score"] = "loss"
     """The figure by which `keep: best` and `early_stopping` compare two validations."""

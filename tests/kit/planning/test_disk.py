@@ -28,6 +28,10 @@ def test_trained_weights_have_4_bytes_merged_ones_the_precision_and_adapters_are
     full = disk_use(counted_plan("r2-vision-only", "fp32", vision=100), PARAMS)
     assert (full.trained_bytes, full.merged_bytes) == (400, 4_400)
     assert full.checkpoints_bytes == (PARAMS.checkpoints.keep + 1) * 3 * 400
+    plan = counted_plan("r2-vision-only", "fp32", vision=100)
+    assert plan.validation is not None
+    plan = replace(plan, validation=replace(plan.validation, keep_best=True))
+    assert disk_use(plan, PARAMS).checkpoints_bytes == (2 * PARAMS.checkpoints.keep + 1) * 3 * 400
 
 
 def test_without_merged_models_only_what_others_start_from_stays() -> None:
