@@ -144,7 +144,7 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 DROPOUT = LoraParams(rank=4, alpha=8, dropout=0.2, targets={"llm": ("all-linear",)})
 UNSEEN = plan_for("r1-llm-only", micro_batch=1, quantization="none", lora=DROPOUT)
 VALIDATED = replace(UNSEEN, validation=validation(every_steps=1, samples=5, score_samples=2))
-"""The same, with validation."""
+"""UNSEEN with validation."""
 
 
 def draw(model: Any) -> float:
