@@ -8,8 +8,10 @@ import random
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from stages.kit.launcher.pipeline import declared_stages
@@ -46,7 +48,8 @@ def kill(workspace: Workspace, draw: random.Random) -> Meanwhile:
         if everything:
             workspace.kill_all()
         elif running := list(workspace.processes()):
-            draw.choice(running).kill()
+            with suppress(psutil.NoSuchProcess):
+                draw.choice(running).kill()
 
     return meanwhile
 

@@ -15,14 +15,20 @@ from stages.core.errors import UserError
 from stages.core.lineage import Lineage, read_lineage, true_base
 from stages.core.params.schema import made_by
 from stages.core.provenance import provenance_of_run
+from stages.core.records import read_record
+from stages.kit.data.prepared import read_origin
+from stages.kit.mixture.certificate import BuildCertificate
 from stages.kit.models.certificate import require_certificate
+from stages.kit.planning.memory_use import StageMemory
 from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import MemoryRecord, beside_measured
+from stages.kit.reporting.runs import Figure
 from stages.kit.training.records import TrainingRecord
 from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.kit.memory.test_fit import start
 from tests.kit.planning.test_plan import PLAN
-from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING
+from tests.made_up_records import BUILD_CERTIFICATE, CERTIFICATE, PROVENANCE, TRAINING
+from tests.made_up_runs import made_up_memory
 
 
 @dataclass(frozen=True)
@@ -81,12 +87,20 @@ RECORDS = [
             "dvc repro merge@r1"),
     Written("records/train@r1.json", asdict(PROVENANCE), lambda path: list(provenance_of_run(path.parent, "r1")),
             r"rm -f \S+r1\.json && dvc checkout \S+r1\.json"),
+    Written("builds/moe.json", asdict(BUILD_CERTIFICATE), lambda path: BuildCertificate.read(path).problems(),
+            "dvc repro build@moe"),
+    Written("prepared/tables/stats.json", {"source": "mix", "parts": {"a": {"source": "folder:a", "asked": 1}}},
+            lambda path: read_origin(path.parent), "dvc repro -f -s prepare@tables"),
+    Written("runs/r1/metrics.json", {"samples": 40, "mean_iou": 0.5, "split": "val"},
+            lambda path: read_record(dict[str, Figure], path, fix="dvc repro evaluate@r1"), "dvc repro evaluate@r1"),
+    Written("memory/merge.json", asdict(made_up_memory("merge", "r1")),
+            lambda path: read_record(StageMemory, path, fix="dvc repro merge@r1"), "dvc repro merge@r1"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: Path(record.path).stem)
 @given(data=st.data())
-@quick(200)
+@quick(120)
 def test_any_damage_to_a_record_is_refused_on_one_line_with_the_command_or_it_can_be_used(
     record: Written, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

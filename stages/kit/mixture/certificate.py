@@ -60,6 +60,9 @@ class BuildCertificate(Record):
     def fix(path: Path) -> str:
         return f"dvc repro build@{path.stem}"
 
+    def faults(self, path: Path) -> dict[str, str]:
+        return {f"changes.{name}": "missing" for name in self.domains if name not in self.changes}
+
     def problems(self) -> list[str]:
         """The merge is wrong if an expert that changed only MLPs is not in the mixture whole."""
         return [
