@@ -397,8 +397,8 @@ def test_whatever_is_damaged_and_signed_again_nothing_else_is_loaded(
         else:
             STRANGE[how](path)
     signed = data.draw(st.sampled_from(["not", "again", "with a statement that follows"]))
-    with suppress(Exception):  # where a pipe or no statement is in the way
-        if signed != "not":
+    if signed != "not" and not any(path.is_fifo() for path in folder.rglob("*")):  # which would be waited for
+        with suppress(Exception):  # without a statement, or with a folder in its place
             sign_again(folder, statement_follows=signed != "again")
     result = verify(folder)
     assert isinstance(result.exception, SystemExit), result.exc_info
