@@ -268,13 +268,8 @@ def calibrate(results: Results, wanted: Sequence[Measurement], path: Path) -> No
         click.echo(f"{constant}: {value:g} ({measured})")
     if left := [each for each in wanted if each.job == "trainings" and each.key not in results.by_key]:
         raise UserError(f"{len(left)} trainings are still to be tried, by: make gpu")
-    before = path.read_text(encoding="utf-8")
-    publish_text(recalibrated(before, values, measured), path)
-    try:
-        load_calibration(path)
-    except UserError:
-        publish_text(before, path)
-        raise
+    publish_text(recalibrated(path.read_text(encoding="utf-8"), values, measured), path)
+    load_calibration(path)
     click.echo(f"wrote {path}; it is part of every plan, so commit it")
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.core.errors import UserError, bytes_text, pluralize
+from stages.core.errors import UserError, bytes_text
 from stages.core.params.schema import Params
 from stages.kit.planning.plan import Plan
 
@@ -30,11 +29,6 @@ class DiskUse:
     """At most, while it trains; removed when DVC has kept what was trained."""
     features_bytes: int = 0
     """Features of images, kept for other trainings."""
-
-    @property
-    def left_bytes(self) -> int:
-        """Disk that is still taken after the recipe has run."""
-        return self.trained_bytes + (self.merged_bytes if self.keeps_merged else 0)
 
     def __str__(self) -> str:
         merged = f"{bytes_text(self.merged_bytes)} merged" + ("" if self.keeps_merged else " while it is certified")
@@ -68,14 +62,3 @@ def require_room(needed_bytes: int, folder: Path, *, what: str) -> None:
             f"take less: models.keep_merged: false leaves out merged models once they are certified, "
             f"checkpoints.keep: 1 keeps fewer checkpoints"
         )
-
-
-def comparison_text(recipes: Mapping[str, DiskUse], bases: Mapping[str, int]) -> str:
-    """Disk of all recipes together, on one line. bases: bytes of each that they start from, by name."""
-    left = sum(bases.values()) + sum(use.left_bytes for use in recipes.values())
-    # One after the other: its checkpoints are gone before the next one trains, and so are weights that are not left.
-    meanwhile = max(max(use.checkpoints_bytes, use.merged_bytes * (not use.keeps_merged)) for use in recipes.values())
-    return (
-        f"{bytes_text(left)} for {pluralize(len(recipes), 'recipe')} and {pluralize(len(bases), 'base')}, up to "
-        f"{bytes_text(meanwhile)} more while they run, data apart; {bytes_text(shutil.disk_usage('.').free)} free here"
-    )

@@ -24,7 +24,7 @@ def counted_plan(recipe: str, precision: str, **trainable: int) -> Plan:
 
 def test_trained_weights_have_4_bytes_merged_ones_the_precision_and_adapters_are_merged_away() -> None:
     lora = disk_use(counted_plan("r1-llm-only", "bf16", llm=100), PARAMS)
-    assert (lora.trained_bytes, lora.merged_bytes, lora.left_bytes) == (400, 2_000, 2_400)
+    assert (lora.trained_bytes, lora.merged_bytes) == (400, 2_000)
     full = disk_use(counted_plan("r2-vision-only", "fp32", vision=100), PARAMS)
     assert (full.trained_bytes, full.merged_bytes) == (400, 4_400)
     assert full.checkpoints_bytes == (PARAMS.checkpoints.keep + 1) * 3 * 400
@@ -44,7 +44,7 @@ def test_without_merged_models_only_what_others_start_from_stays() -> None:
     assert LEAN.leaves_weights("amr-ptr"), "predictions take it"
     assert all(PARAMS.leaves_weights(name) for name in PARAMS.recipes)
     use = disk_use(counted_plan("r1-llm-only", "bf16", llm=100), LEAN)
-    assert (use.merged_bytes, use.left_bytes) == (2_000, 400)
+    assert (use.merged_bytes, use.keeps_merged) == (2_000, False)
     assert "while it is certified" in str(use)
 
 
