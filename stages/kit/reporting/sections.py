@@ -16,8 +16,8 @@ from stages.core.lineage import short
 from stages.core.params.schema import PARTS
 from stages.core.provenance import Provenance
 from stages.kit.planning.plan import Plan
-from stages.kit.reporting.compare import Comparison, Insight, Metric, p_words, too_few
-from stages.kit.reporting.evidence import MAX_SEEDS, POWER
+from stages.kit.reporting.compare import Comparison, Metric, p_words, too_few
+from stages.kit.reporting.evidence import FEWEST_TO_SHARE, POWER
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import (
     ABSENT,
@@ -175,8 +175,6 @@ def flat_costs(comparison: Comparison) -> dict[str, float | str]:
 
 def evidence_table(comparison: Comparison) -> Table:
     """A row for each question that has an answer."""
-    over_seeds = comparison.over_seeds
-    for_seeds = (Column("win_rate", "Pairs of models won", ".0%"), Column("seeds_needed", "Seeds, if it is real"))
     columns = (
         Column("question", "Question"),
         Column("difference", "Difference", "+.3f"),
@@ -186,23 +184,15 @@ def evidence_table(comparison: Comparison) -> Table:
         Column("ahead", "Samples ahead", "d"),
         Column("behind", "Behind", "d"),
         Column("detectable", f"Smallest shown in {POWER:.0%}", ".3f"),
-        *(for_seeds if over_seeds else ()),
+        *([Column("win_rate", "Pairs of models won", ".0%")] if comparison.over_seeds else ()),
     )
-    rows = []
+    rows: list[list[Cell]] = []
     for insight in comparison.insights:
-        if (found := insight.difference) is not None:
+        if found := insight.difference:
             p_values = (p_words(found.p_value), p_words(found.adjusted_p))
             cells = (insight.topic, found.mean, found.interval, *p_values, found.ahead, found.behind, found.detectable)
-            rows.append(Row(cells=(*cells, *((found.win_rate, _seeds_needed(insight)) if over_seeds else ()))))
-    return Table(columns=columns, rows=tuple(rows))
-
-
-def _seeds_needed(insight: Insight) -> str:
-    assert insight.difference is not None
-    if insight.difference.verdict in ("better", "worse"):
-        return "shown"
-    needed = insight.difference.seeds_needed()
-    return f"about {needed}" if needed else f"over {MAX_SEEDS}, or more samples"
+            rows.append([*cells, *([found.win_rate] if comparison.over_seeds else ())])
+    return Table.of(columns, rows)
 
 
 def design_words(comparison: Comparison) -> list[str]:
@@ -215,8 +205,7 @@ def design_words(comparison: Comparison) -> list[str]:
     if families and comparison.over_seeds:
         samples += (
             f" Of such reports, with {families[0]} questions each, at most one in twenty calls anything better, worse "
-            "or as good that is not. The recipes are assumed to vary between seeds about as much as one another, and "
-            "none less than its own trainings do."
+            "or as good that is not."
         )
     elif families:
         samples += f" p is corrected for {families[0]} questions."
@@ -242,8 +231,13 @@ def _power_words(comparison: Comparison) -> Iterator[str]:
 
 def _seed_words(comparison: Comparison) -> Iterator[str]:
     recipes = [contender for contender in comparison.evaluated if contender.baseline]
-    if comparison.over_seeds and min(len(recipe.runs) for recipe in recipes) < 3:
+    if comparison.over_seeds and min(len(each.runs) for each in recipes if not each.left_out) < FEWEST_TO_SHARE:
         yield "Two seeds hardly show how much seeds vary: from three of each on, recipes share what they know of it."
+    elif comparison.over_seeds:
+        yield (
+            "The recipes are assumed to vary between seeds about as much as one another, and none less than its own "
+            "trainings do."
+        )
     if not comparison.over_seeds and recipes:
         yield (
             "Each recipe was trained once: this compares these models, not the recipes, which give other models under "
@@ -306,25 +300,21 @@ def split_settings(by_run: Mapping[str, Mapping[str, str]]) -> tuple[Table, froz
     The first table has a row a setting and a column a run; a cell (row, column) stands out if it is not the most common
     value of its row. The second has the columns setting and value.
     """
-    differing: list[Row] = []
-    shared: list[Row] = []
+    differing: list[Sequence[Cell]] = []
+    shared: list[Sequence[Cell]] = []
     outstanding: set[tuple[int, int]] = set()
     for path in dict.fromkeys(path for settings in by_run.values() for path in settings):
         values = [settings.get(path, ABSENT) for settings in by_run.values()]
         if len(set(values)) == 1:
-            shared.append(Row(cells=(path, values[0])))
+            shared.append((path, values[0]))
             continue
         # A tie goes to the value seen first, which Counter keeps in order.
         usual = Counter(values).most_common(1)[0][0]
         outstanding |= {(len(differing), column) for column, value in enumerate(values, start=1) if value != usual}
-        differing.append(Row(cells=(path, *values)))
-    names = tuple(Column(name, name) for name in by_run)
+        differing.append((path, *values))
     setting = Column("setting", "Setting")
-    return (
-        Table(columns=(setting, *names), rows=tuple(differing)),
-        frozenset(outstanding),
-        Table(columns=(setting, Column("value", "Value")), rows=tuple(shared)),
-    )
+    of_runs = Table.of([setting, *(Column(name, name) for name in by_run)], differing)
+    return of_runs, frozenset(outstanding), Table.of([setting, Column("value", "Value")], shared)
 
 
 def trainable_table(runs: Sequence[Run]) -> Table:
@@ -344,8 +334,8 @@ def trainable_table(runs: Sequence[Run]) -> Table:
     for name, found in counts.items():
         total, everything = found.get("total"), found.get("all")
         share = total / everything if total is not None and everything else None
-        rows.append(Row(cells=(name, *(found.get(part) for part in parts), total, everything, share)))
-    return Table(columns=columns, rows=tuple(rows))
+        rows.append((name, *(found.get(part) for part in parts), total, everything, share))
+    return Table.of(columns, rows)
 
 
 def cost_table(runs: Sequence[Run]) -> Table:
@@ -392,8 +382,8 @@ def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
     for run in runs:
         if run.certificate and (cost := run.certificate.quantization_cost):
             figures = cost.trained.get(metric.key), cost.merged.get(metric.key)
-            rows.append(Row(cells=(run.name, cost.samples, *figures, cost.same_answers, cost.logit_deviation)))
-    return Table(columns=columns, rows=tuple(rows))
+            rows.append((run.name, cost.samples, *figures, cost.same_answers, cost.logit_deviation))
+    return Table.of(columns, rows)
 
 
 def memory_table(runs: Sequence[Run]) -> Table:
@@ -408,21 +398,21 @@ def memory_table(runs: Sequence[Run]) -> Table:
         Column("left", "Left for the work", "bytes"),
         Column("memory_kind", "Memory of"),
     )
-    rows = []
-    for run in runs:
-        for memory in run.memory:
-            cells = (
-                run.name,
-                memory.stage if memory.name == run.name else f"{memory.stage} {memory.name}",
-                memory.before_load.free_bytes,
-                memory.before_load.used_bytes,
-                memory.after_load.used_bytes,
-                memory.end.peak_bytes,
-                memory.after_load.free_bytes,
-                f"tensors on {memory.gpus} GPUs" if memory.gpus > 1 else _MEMORY_KINDS[memory.kind],
-            )
-            rows.append(Row(cells=cells))
-    return Table(columns=columns, rows=tuple(rows))
+    rows = [
+        (
+            run.name,
+            memory.stage if memory.name == run.name else f"{memory.stage} {memory.name}",
+            memory.before_load.free_bytes,
+            memory.before_load.used_bytes,
+            memory.after_load.used_bytes,
+            memory.end.peak_bytes,
+            memory.after_load.free_bytes,
+            f"tensors on {memory.gpus} GPUs" if memory.gpus > 1 else _MEMORY_KINDS[memory.kind],
+        )
+        for run in runs
+        for memory in run.memory
+    ]
+    return Table.of(columns, rows)
 
 
 def origins_table(runs: Sequence[Run]) -> Table:
@@ -444,7 +434,7 @@ def origins_table(runs: Sequence[Run]) -> Table:
         if _stage(record) in ("train", "baseline"):
             inputs = {path: short(digest) for path, digest in record.inputs.items()}
             bases = (record.plan["base_dir"],) if record.plan else ("data/bases/", "data/builds/")
-            cells = (
+            rows[name] = (
                 name,
                 _commit(record) + (f" + {len(record.changed)} changed" if record.changed else ""),
                 record.image or record.engine,
@@ -456,8 +446,7 @@ def origins_table(runs: Sequence[Run]) -> Table:
                 record.started.replace("T", " ").removesuffix("+00:00"),
                 record.seconds,
             )
-            rows[name] = Row(cells=cells)
-    return Table(columns=columns, rows=tuple(rows.values()))
+    return Table.of(columns, rows.values())
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:

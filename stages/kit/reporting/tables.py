@@ -6,7 +6,7 @@ import csv
 import io
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rich import box
@@ -51,6 +51,11 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             assert len(row.cells) == len(self.columns), (row.cells, self.columns)
+
+    @classmethod
+    def of(cls, columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> Table:
+        """A table of plain rows."""
+        return cls(columns=tuple(columns), rows=tuple(Row(cells=tuple(cells)) for cells in rows))
 
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:

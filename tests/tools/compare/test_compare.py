@@ -82,7 +82,7 @@ def test_recipes_are_compared_over_the_seeds_of_the_experiments(run: Any, tmp_pa
     assert "trained once" not in output
     page = (tmp_path / "data/report/detection/over-seed/index.html").read_text(encoding="utf-8")
     assert "Each dot is one training" in page
-    assert "Seeds, if it is real" in page
+    assert "Pairs of models won" in page
 
 
 def test_other_conditions_are_left_out_by_name_and_refused_if_named(run: Any, tmp_path: Path) -> None:
