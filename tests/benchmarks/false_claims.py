@@ -146,7 +146,7 @@ def drawn(
 
 
 @click.command(help=__doc__)
-@click.option("--reports", default=1000, help="Simulated reports and races a row.")
+@click.option("--reports", default=1000, help="Simulated reports and races a row; of models, an eighth.")
 @click.option("--limits", is_flag=True, help="Print what the promise does not hold for.")
 @click.option("--only", type=click.Choice(["reports", "races"]), help="One of the two tables.")
 def main(reports: int, limits: bool, only: str | None) -> None:
@@ -169,7 +169,7 @@ def print_reports(reports: int) -> None:
     first = np.array([0 in question for question in QUESTIONS])
     for kind, (spread, seeds, samples) in itertools.product(KINDS, cells):
         rng = np.random.default_rng((seeds, samples))
-        number, claims = (reports, claims_of_recipes) if seeds > 1 else (reports // 2, claims_of_models)
+        number, claims = (reports, claims_of_recipes) if seeds > 1 else (reports // 8, claims_of_models)
         draw = partial(drawn, rng, kind, "equal" if spread == "none" else spread)
         different, as_good, _ = claims(kind, draw((number, seeds, samples), [0] * RECIPES))
         false = different.any(axis=1).mean()

@@ -115,6 +115,16 @@ class Spread:
             sizes.append(_noncentrality(finite, float(stdtrit(finite, 1 - alpha / 2))) * math.sqrt(variance))
         return max(sizes)
 
+    def at(self, index: int) -> Spread:
+        """The spread of one of them."""
+        return Spread(
+            seeds=self.seeds[index],
+            freedom=self.freedom[index],
+            samples=self.samples[index],
+            rest=self.rest[index],
+            num_samples=self.num_samples,
+        )
+
     def with_seeds(self, num_seeds: int, before: int) -> Spread:
         """The spread to expect with so many trainings instead of those before."""
         more = (num_seeds - 1) / (before - 1)
@@ -386,19 +396,16 @@ def differences(
     shapes = {name: scores.shape[1:] for name, scores in trained.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"not the same samples: {shapes}")
-    places = {name: place for place, name in enumerate(trained)}
-    evidence = summarize(list(trained.values()), statistic) if next(iter(shapes.values()))[0] > 1 else None
+    spreads = None
+    if next(iter(shapes.values()))[0] > 1:
+        places = [[list(trained).index(name) for name in side] for side in zip(*pairs, strict=True)]
+        _, spreads = summarize(list(trained.values()), statistic).gaps(*places)
     sign, found = 1 if higher_is_better else -1, []
-    for name, other in pairs:
+    for index, (name, other) in enumerate(pairs):
         ours, theirs = trained[name], trained[other]
         our_values, their_values = statistic(ours.mean(axis=1)), statistic(theirs.mean(axis=1))
-        mean, spread = float(our_values.mean() - their_values.mean()), None
+        mean, spread = float(our_values.mean() - their_values.mean()), spreads.at(index) if spreads else None
         p_value, as_good, interval = 1.0, 1.0, None
-        if evidence:
-            _, of_one = evidence.gaps([places[name]], [places[other]])
-            spread = replace(
-                of_one, **{key: getattr(of_one, key)[0] for key in ("seeds", "freedom", "samples", "rest")}
-            )
         if len(ours) == len(theirs) == 1:
             p_value = _swap_test(ours[0], theirs[0], statistic, resamples)
             interval = _bootstrapped(ours[0], theirs[0], statistic, resamples)
