@@ -30,7 +30,7 @@ from stages.kit.planning.cards import named_card
 from stages.kit.planning.disk import DiskUse, disk_use
 from stages.kit.planning.ladder import settings
 from stages.kit.planning.prediction import MemoryRecord, gib_text, in_gib
-from stages.kit.reporting.tables import Column, Row, Table, terminal_table
+from stages.kit.reporting.tables import Column, Table, terminal_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -324,10 +324,10 @@ def show_all(predictions: Predictions, names: Sequence[str], devices: Sequence[D
     rows = []
     for name in names:
         fits = [predictions.fits(predictions.preview(name, device)[0]) for device in devices]
-        rows.append(Row(cells=(name, *(_cell(fit, cheapest) for fit, cheapest in fits))))
+        rows.append((name, *(_cell(fit, cheapest) for fit, cheapest in fits)))
     titles = [device.card or f"{device.memory_gb:g} GB" for device in devices]
     columns = (Column("recipe", "Recipe"), *(Column(title, title) for title in titles))
-    Console(highlight=False).print(terminal_table(Table(columns=columns, rows=tuple(rows))))
+    Console(highlight=False).print(terminal_table(Table.of(columns, rows)))
     profile = predictions.params.profile
     click.echo(f"\nProfile {profile}, with the cheapest settings that fit; else with the least.")
 

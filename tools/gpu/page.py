@@ -12,7 +12,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from stages.core.errors import bytes_text
-from stages.kit.reporting.tables import Cell, Column, Row, Table, escape_markdown, markdown
+from stages.kit.reporting.tables import Cell, Column, Table, escape_markdown, markdown
 
 AMOUNTS = ("allocated", "reserved", "total")
 MARGIN, FLOOR = 0.01, 0.02
@@ -131,8 +131,8 @@ def _fact(name: str, value: Any) -> Cell:
 
 
 def _table(heading: str, columns: Sequence[Column], rows: Iterable[tuple[str, Sequence[Cell]]]) -> list[str]:
-    filled = tuple(Row(cells=(name, *cells)) for name, cells in rows)
-    return markdown(Table(columns=(Column("name", heading), *columns), rows=filled)).splitlines()
+    filled = ((name, *cells) for name, cells in rows)
+    return markdown(Table.of((Column("name", heading), *columns), filled)).splitlines()
 
 
 # --- Predictions against measurements, and the constants that follow

@@ -35,7 +35,7 @@ from stages.kit.reporting.sections import (
     quantization_table,
     trainable_table,
 )
-from stages.kit.reporting.tables import Column, Row, Table, escape_markdown, markdown
+from stages.kit.reporting.tables import Column, Table, escape_markdown, markdown
 
 TEMPLATE = Path(__file__).with_name("card.md")
 
@@ -239,7 +239,7 @@ def _metadata(publication: Publication) -> ModelCardData:
 
 def _markdown(headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
     columns = tuple(Column(heading, heading) for heading in headings)
-    return markdown(Table(columns=columns, rows=tuple(Row(cells=cells) for cells in rows)))
+    return markdown(Table.of(columns, rows))
 
 
 def _prompt_options(folder: Path) -> str:

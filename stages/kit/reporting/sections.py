@@ -364,8 +364,7 @@ def cost_table(runs: Sequence[Run]) -> Table:
         values["memory_kind"] = _MEMORY_KINDS.get(values.get("memory_kind", ""), values.get("memory_kind"))
         rows.append({"model": run.name, **values})
     said = [each for each in columns if not each.key.startswith("gpu_") or any(row.get(each.key) for row in rows)]
-    cells = tuple(Row(cells=tuple(row.get(column.key) for column in said)) for row in rows)
-    return Table(columns=tuple(said), rows=cells)
+    return Table.of(said, ([row.get(column.key) for column in said] for row in rows))
 
 
 def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
