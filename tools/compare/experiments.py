@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+
 from stages.core.errors import UserError, join_truncated, listed
 from stages.core.lineage import short
 from stages.core.provenance import PROVENANCE_DIR, Provenance
@@ -121,8 +123,10 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
     try:
         with Repo() as repo:
             files = DVCFileSystem(rev=resolve_rev(repo.scm, revision))  # it takes an unknown one for an empty folder
-        for path in (cards_dir(data, task), Path(PROVENANCE_DIR), memory_dir):
-            if files.exists(path.as_posix()):
+        lock = YAML(typ="safe").load(files.read_text("dvc.lock"))["stages"] if files.exists("dvc.lock") else {}
+        made = [Path(output["path"]) for entry in lock.values() for output in entry.get("outs", [])]
+        for path in made:  # an output of a stage that has not run cannot be copied, nor a folder that it is in
+            if any(path.is_relative_to(folder) for folder in (cards_dir(data, task), Path(PROVENANCE_DIR), memory_dir)):
                 target = data_dir / path.relative_to(data)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 files.get(path.as_posix(), str(target), recursive=True)

@@ -228,19 +228,20 @@ def test_experiments_come_from_dvc_with_the_state_of_unfinished_ones(
     stage = {
         "cmd": f"{sys.executable} write_cards.py",
         "params": ["seed"],
-        "outs": ["data/report/detection/runs", "data/provenance"],
+        "outs": ["data/report/detection/runs", "data/provenance/detection"],
     }
-    (tmp_path / "dvc.yaml").write_text(f"stages: {{evaluate: {stage}}}", encoding="utf-8")
+    later = {"cmd": "false", "outs": ["data/provenance/later.json"]}  # as of a recipe that nobody has run
+    (tmp_path / "dvc.yaml").write_text(f"stages: {{evaluate: {stage}, later: {later}}}", encoding="utf-8")
     dvc = (sys.executable, "-m", "dvc")
     run("git", "init", "-q")
     run("git", "config", "user.email", "someone@example.org")
     run("git", "config", "user.name", "someone")
     run(*dvc, "init", "-q")
-    run(*dvc, "repro", "-q")
+    run(*dvc, "repro", "-q", "evaluate")
     run("git", "add", ".")
     run("git", "commit", "-qm", "results")
-    run(*dvc, "exp", "run", "-q", "--temp", "-n", "seed-43", "-S", "seed=43")
-    run(*dvc, "exp", "run", "-q", "--queue", "-n", "seed-44", "-S", "seed=44")
+    run(*dvc, "exp", "run", "-q", "--temp", "-n", "seed-43", "-S", "seed=43", "evaluate")
+    run(*dvc, "exp", "run", "-q", "--queue", "-n", "seed-44", "-S", "seed=44", "evaluate")
     monkeypatch.chdir(tmp_path)
     revisions, others = named_revisions()
     assert list(revisions) == ["workspace", "seed-43"]
