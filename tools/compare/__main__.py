@@ -112,6 +112,7 @@ def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: 
     report, seeds = load_report(params, task), racing_seeds(params)
     baselines = [name for name, base in params.baselines.items() if base.task == task]
     queued: set[tuple[int, str]] = set()
+    waited_for: dict[str, str] = {}
     for number in itertools.count():
         with tempfile.TemporaryDirectory() as folder:
             found, left_out = comparable(task, (), Path(folder))
@@ -119,9 +120,15 @@ def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: 
             now = standing(report, runs, seeds, matters)
         if number == 0:
             console.print(Text(cost_words(runs, seeds)), soft_wrap=True)
-            if {"queued", "running"} & set(left_out.values()):  # by a race that was interrupted
-                run_queue(jobs)
-                continue
+        if pending := {name: state for name, state in left_out.items() if state in ("queued", "running")}:
+            if pending == waited_for:
+                raise UserError(
+                    f"DVC's queue does not go on with {', '.join(pending)}; see dvc queue status, and end them with: "
+                    "dvc queue kill NAME; or dvc queue remove NAME"
+                )
+            waited_for = pending
+            run_queue(jobs)  # what a race left that was interrupted
+            continue
         console.print(Text(" ".join(now.words[-1:])), soft_wrap=True)
         if not now.missing:
             break

@@ -126,6 +126,8 @@ def run_queue(jobs: int) -> None:
 
 
 def dvc(*arguments: str) -> None:
+    """Run a command of DVC's. A running experiment holds DVC's lock: the command waits for it."""
     # The queue's worker is started as `dvc`; where PATH has none, DVC waits for it forever.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    subprocess.run([sys.executable, "-m", "dvc", *arguments], env={**os.environ, "PATH": path}, check=False)
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
+    subprocess.run(command, env={**os.environ, "PATH": path}, check=False)
