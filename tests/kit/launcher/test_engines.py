@@ -25,6 +25,7 @@ from stages.core.signals import ENDING
 from stages.kit.launcher import gpus, inside
 from stages.kit.launcher.apptainer import IMAGES_DIR, SECCOMP, ApptainerEngine, digest_path, sif_path
 from stages.kit.launcher.container import NotUsable
+from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.engines import CONTAINER_ENGINES, Engine, choose_engine
 from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.images import image_reference
@@ -388,6 +389,14 @@ def test_engine_chosen_by_name_is_that_or_none(docker: Path, workspace: Path, mo
         with pytest.raises(NotUsable, match=reason):
             choose(workspace, name)
     assert choose(workspace, "process")[1] == ""
+
+
+def test_client_like_dockers_is_recorded_by_its_own_name(clients: Path, workspace: Path) -> None:
+    install(clients, "nerdctl", "podman")
+    assert [ContainerEngine.find(name, workspace, "cpu").name for name in ("nerdctl", "podman")] == [
+        "nerdctl",
+        "podman",
+    ]
 
 
 def test_clone_finds_apptainers_image_beside_its_venv(clients: Path, workspace: Path, tmp_path: Path) -> None:
