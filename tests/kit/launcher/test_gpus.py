@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,8 @@ def test_gpus_are_read_and_a_lost_one_does_not_hide_the_others(driver: Path) -> 
     busy = gpu(1, used_bytes=30 * GIB, processes=(11, 12))
     set_gpus(driver, Gpu(index=0, uuid="", name=""), busy)
     assert read_gpus() == (busy,)
+    set_gpus(driver, replace(busy, minor=3), failing={"nvmlDeviceGetMinorNumber": pynvml.NVML_ERROR_NOT_SUPPORTED})
+    assert [gpu.minor for gpu in read_gpus()] == [-1], "as in WSL, which has no device files"
 
 
 def test_missing_driver_means_no_gpus_and_a_broken_one_is_refused(driver: Path) -> None:
