@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from stages.core.errors import UserError
-from stages.core.records import Record, Unreadable, problems, publish_text, published, read_yaml
+from stages.core.records import Record, Unreadable, parse_json, problems, publish_text, published, read_yaml
 from tests.damage import TEXTS, VALUES, damaged_bytes, quick
 
 
@@ -69,6 +69,14 @@ def test_any_yaml_is_read_or_refused_on_one_line(content: str | bytes, path: Pat
 def test_a_refused_yaml_names_the_place(text: str | bytes, reason: str, path: Path) -> None:
     with pytest.raises(Unreadable, match=reason):
         read(text, path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1,]", "NaN", "[1e999]", '{"a": -Infinity}', b'"\xff"', "[" * 300 + "]" * 300, "9" * 5000]
+)
+def test_json_without_a_plain_value_or_too_deep_is_refused(text: str | bytes) -> None:
+    with pytest.raises(Unreadable):
+        parse_json(text)
 
 
 def test_merges_dates_and_numbers_are_those_of_yaml_1_2_and_json(path: Path) -> None:
