@@ -12,7 +12,6 @@ categories are shown, and the entry for params.yaml; a dataset is shown as param
 from __future__ import annotations
 
 import io
-import json
 import logging
 import re
 import tempfile
@@ -30,7 +29,7 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError, configure_logging, listed, pluralize, printable
 from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams, Params
-from stages.core.records import cut, nearest, publish_text
+from stages.core.records import cut, nearest, publish_text, read_record
 from stages.core.tasks import load_task
 from stages.kit.data.prepared import STATS_FILE
 from stages.kit.reporting.page import inline_image
@@ -113,7 +112,8 @@ def read_dataset(name: str, chosen: DatasetParams) -> tuple[dict[str, Any], dict
         if not chosen.mix:
             stats = prepare(chosen, DataParams(skip_invalid=True), prepared_dir)
         elif (stats_path := Path("data/prepared") / name / STATS_FILE).is_file():
-            stats, prepared_dir = json.loads(stats_path.read_text(encoding="utf-8")), stats_path.parent
+            prepared_dir = stats_path.parent
+            stats = read_record(dict[str, Any], stats_path, fix=f"dvc repro -f -s prepare@{name}")
         else:
             raise UserError(f"{name} is a mix, and not prepared yet; run: dvc repro prepare@{name}")
         return stats, {split: read_split(prepared_dir, split) for split in stats["splits"]}
