@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
 
 from stages.core.errors import UserError, bytes_text, is_disk_full, listed, pluralize
-from stages.core.lineage import LINEAGE_FILE, Lineage, digested_files, file_digest
+from stages.core.lineage import LINEAGE_FILE, Lineage, digested_files, file_digests
 from stages.core.provenance import Provenance
 from stages.core.records import publish_text, published
 from stages.kit.publishing.card import Publication, write_card
@@ -55,7 +55,8 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / name)
         write_card(publication, folder)
-        files = {name: file_digest(folder / name) for name in (*copies.values(), CARD_FILE)}
+        digests = file_digests(folder / name for name in (*copies.values(), CARD_FILE))
+        files = {path.relative_to(folder).as_posix(): found for path, found in digests.items()}
         content = statement(files, [asdict(record) for record in publication.records])
         publish_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", folder / STATEMENT_FILE)
         sign(folder, signing_key(key_dir))
