@@ -293,7 +293,7 @@ def report_published(folder: Path, key: Path | None) -> int:
         raise UserError(f"there is no folder {folder}")
     named = _named_key(key, folder)
     checked = check_published(folder, key)
-    unknown = "" if checked.key in named else f"signed by a key you have not named: {checked.key or 'it has none'}\n"
+    unknown = "" if checked.key in named else f"signed by a key you have not named: {checked.key or 'not read'}\n"
     if checked.problems:
         for problem in checked.problems:
             click.echo(_one_line(problem))
