@@ -5,12 +5,15 @@ An entry holds what the rest of the code cannot read from a model's own files. N
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from stages.core.errors import UserError
 from stages.core.records import shown
+
+log = logging.getLogger(__name__)
 
 PAGE = "docs/extending.md#a-model-family"
 """Describes how to add a family."""
@@ -59,8 +62,8 @@ class Family:
     answer_marks: Mapping[str, str] = field(default_factory=dict)
     """Parts of its chat template, each with a replacement that marks answers by `{% generation %}`; for a template that
     has all of these parts. Without them, TRL's marked form of the template is taken, if it has one."""
-    overflows_in_fp16: bool = False
-    """Whether its activations may leave the range of fp16."""
+    overflows_in_fp16: Literal["never seen", "sometimes", "always"] = "never seen"
+    """Whether its activations leave the range of fp16: sometimes is a warning, always is refused."""
     same_without_padding: bool = False
     """Whether a test shows that rows without padding give the same loss and gradients, part by part."""
     fused_like: str | None = None
@@ -90,7 +93,7 @@ _QWEN3_TOOL = '{%- elif message.role == "tool" %}'
 FAMILIES = {
     "gemma3_text": Family(
         name="Gemma 3, text",
-        overflows_in_fp16=True,  # its residual stream (transformers#36822)
+        overflows_in_fp16="always",  # its residual stream (transformers#36822)
         # not same_without_padding: layers with sliding attention
         fused_like="gemma3_text",
     ),
@@ -106,7 +109,12 @@ FAMILIES = {
         same_without_padding=True,
         fused_like="phi3",
     ),
-    "qwen2": Family(name="Qwen2, Qwen2.5", same_without_padding=True, fused_like="qwen2"),
+    "qwen2": Family(
+        name="Qwen2, Qwen2.5",
+        overflows_in_fp16="sometimes",  # the 7B without fused attention (QwenLM/Qwen3#868, #761, #670)
+        same_without_padding=True,
+        fused_like="qwen2",
+    ),
     "qwen2_5_vl": Family(
         name="Qwen2.5-VL",
         vision=Vision(
@@ -129,6 +137,7 @@ FAMILIES = {
             boxes=Boxes(form="grounding", steps=1000),
             same_from_features=True,
         ),
+        overflows_in_fp16="sometimes",  # its language model is Qwen2
         same_without_padding=True,
         fused_like="qwen2",
     ),
@@ -174,10 +183,14 @@ def vision_tokens() -> list[str]:
 
 
 def require_precision(model_type: str, precision: str) -> None:
-    """Raises UserError if models of this family overflow in it. precision: of params.yaml."""
+    """Raises UserError if models of this family overflow in it, and warns if some do. precision: of params.yaml."""
     family = family_of(model_type)
-    if precision == "fp16" and family.overflows_in_fp16:
-        raise UserError(f"{family.name} overflows in fp16: set memory.precision of the profile to bf16 or fp32")
+    if precision != "fp16" or family.overflows_in_fp16 == "never seen":
+        return
+    found = f"{family.name} {family.overflows_in_fp16} overflows in fp16"
+    if family.overflows_in_fp16 == "always":
+        raise UserError(f"{found}: set memory.precision of the profile to bf16 or fp32")
+    log.warning("%s: take bf16 where the GPU has it, else see skipped_steps in training.json", found)
 
 
 def require_text(model_type: str, task: str) -> None:

@@ -41,7 +41,7 @@ from stages.kit.memory.stand_in import quantize_nf4, stand_in_batch, stand_in_pr
 from stages.kit.memory.step import Inference, from_features, one_batch_trainer
 from stages.kit.models.adapters import apply_recipe
 from stages.kit.models.folders import STAND_IN_DIR
-from stages.kit.models.kernels import fused_kernels, packed_attention
+from stages.kit.models.kernels import fused_kernels, packed_attention, turn_off_cudnn_attention
 from stages.kit.models.load import check_device, new_model, resolve_attention
 from stages.kit.planning.cards import card_of
 from stages.kit.planning.ladder import prefill_batch_size
@@ -96,7 +96,7 @@ def facts(device: str) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     card = card_of(name)
     with_triton = find_spec("triton") is not None and on_gpu
-    torch.backends.cuda.enable_cudnn_sdp(enabled=False)  # as for every model that is loaded (models/kernels.py)
+    turn_off_cudnn_attention()  # as loading a model does
     probes = {f"SDPA in evaluation, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}
     seed_everything(42)  # from here on kernels without a deterministic form are refused, as in every training
     probes |= {f"SDPA in training, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}

@@ -151,7 +151,7 @@ def _attention(*, flash_only: bool) -> Callable[..., torch.Tensor]:
 def chosen_kernel(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
     """The first kernel that can run, in torch's order (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 
-    Without cuDNN's, which torch prefers on Hopper outside of deterministic training and which needs about as much.
+    Without cuDNN's, which is turned off (models/kernels.py).
     """
     if query.dtype in (torch.bfloat16, torch.float16) and mask is None and query.shape[-1] <= 256:
         return "flash"

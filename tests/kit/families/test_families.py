@@ -131,15 +131,20 @@ def test_published_templates_are_known_and_one_without_marks_is_refused() -> Non
     assert "Today Date: 26 Jul 2024" in prompt  # never today's
 
 
-def test_an_unknown_family_and_gemma_3_in_fp16_are_refused() -> None:
+def test_an_unknown_family_and_gemma_3_in_fp16_are_refused_and_qwen2_in_fp16_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with pytest.raises(UserError, match=r"'bert'.* gemma3_text, llama, .*docs/extending.md#a-model-family"):
         family_of("bert")
     with pytest.raises(UserError, match="no model family"):
         family_of("../families/qwen2")
-    with pytest.raises(UserError, match=r"overflows in fp16: set memory.precision .* to bf16 or fp32"):
+    with pytest.raises(UserError, match=r"always overflows in fp16: set memory.precision .* to bf16 or fp32"):
         require_precision("gemma3_text", "fp16")
     for name, precision in (("gemma3_text", "bf16"), ("phi3", "fp16")):
         require_precision(name, precision)
+    assert not caplog.records
+    require_precision("qwen2", "fp16")
+    assert "sometimes overflows in fp16" in caplog.text
 
 
 @pytest.mark.parametrize("name", VISION)
