@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,21 @@ def set_attention(model: PreTrainedModel, config: PreTrainedConfig, name: str) -
     for module in model.modules():
         if getattr(module, "config", None) is config:
             module.config = own
+
+
+@contextmanager
+def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """All parts of a loaded model attend by this implementation in the block, and then each by its own again."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    for config, _ in before:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own
 
 
 def layer_classes(model: PreTrainedModel) -> set[str]:

@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
-from stages.kit.internals.transformers_internals import on_device
+from stages.kit.internals.transformers_internals import attending_by, on_device
 from stages.kit.models.load import resolve_attention
 from stages.kit.models.prompts import count_tokens
 from stages.kit.planning.plan import Plan
@@ -90,10 +90,6 @@ def answering(trainer: RecipeTrainer) -> Iterator[PreTrainedModel]:
     in the precision of the training."""
     model, plan = trainer.accelerator.unwrap_model(trainer.model), trainer.plan
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    trained_by = base.config._attn_implementation  # noqa: SLF001
-    base.set_attn_implementation(resolve_attention(plan.attn, plan.device, plan.precision, padding_free=False))
-    try:
-        with trainer.accelerator.autocast():
-            yield base
-    finally:
-        base.set_attn_implementation(trained_by)
+    padded = resolve_attention(plan.attn, plan.device, plan.precision, padding_free=False)
+    with attending_by(base, padded), trainer.accelerator.autocast():
+        yield base

@@ -19,9 +19,11 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from stages.core.params.schema import DeviceParams, LoraParams, PartsParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.internals.torch_internals import PatchProjection
+from stages.kit.internals.transformers_internals import attending_by
 from stages.kit.models import kernels
 from stages.kit.models.adapters import apply_recipe
 from stages.kit.models.kernels import (
+    PACKED_IMAGES,
     ThreadIndependentLayerNorm,
     autocast_experts,
     packed_attention,
@@ -202,6 +204,21 @@ def test_a_loaded_model_never_attends_by_cudnn(tiny_vlm: Path) -> None:
     torch.backends.cuda.enable_cudnn_sdp(enabled=True)
     load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32")
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_model_for_packed_rows_attends_to_padded_ones_for_a_while(tiny_vlm: Path, probes: list[Conversation]) -> None:
+    def implementations() -> set[str]:
+        return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+
+    device, processor = DeviceParams(kind="cpu"), load_processor(tiny_vlm, None)
+    plain = probe_logits(load_model(tiny_vlm, device=device, precision="fp32").eval(), processor, probes)
+    model = load_model(tiny_vlm, device=device, precision="fp32", padding_free=True).eval()
+    before = implementations()
+    assert PACKED_IMAGES in before
+    with attending_by(model, "sdpa"):
+        assert implementations() == {"sdpa"}
+        assert torch.equal(probe_logits(model, processor, probes), plain)
+    assert implementations() == before
 
 
 def adapted_model(folder: Path, quantization: str, dropout: float = 0.0) -> Any:
