@@ -65,12 +65,12 @@ _LONG, _OPEN, _PLAIN = (
 )
 SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "cuda": (
-        *({**_7B, **_LONG}, _VLM_2B, _MOE),
+        *({**_7B, **_LONG}, {**_VLM_2B, **_OPEN, "micro_batch": 16}, _MOE),
         *({**_VLM_7B, "recipe": recipe} for recipe in ("r1-llm-only", "r2-vision-only", "r4-joint")),
         *({**_7B, **_LONG, **_OPEN}, {**_7B, **_LONG, **_PLAIN}, {**_7B, **_OPEN, "quantization": "nf4"}),
         # One sentence and eight at once: the share of launches in a step.
         *({**_7B, "micro_batch": size, "max_length": 256} for size in (8, 1)),
-        *({**_VLM_2B, **_OPEN, "micro_batch": 16}, {**_VLM_2B, "precision": "fp16"}),
+        *(_VLM_2B, {**_VLM_2B, "precision": "fp16"}),
         *({**_VLM_2B, "recipe": "r2-vision-only", "optimizer": name} for name in ("adamw_torch", "adamw_8bit")),
         *({**_VLM_7B, "recipe": "r1-llm-only", **changes} for changes in ({"features_bytes": 0}, _PLAIN)),
         {**_VLM_7B, "recipe": "r1-llm-only", "attn": "flash_attention_2"},
@@ -80,7 +80,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
         {**_TINY, "recipe": recipe} for recipe in ("amr-baseline", "r1-llm-only", "r2-vision-only", "moe-finetune")
     ),
 }
-"""Trainings: a shipped recipe on a shipped profile, with changes of the plan; the most telling first."""
+"""Trainings: a shipped recipe on a shipped profile, with changes of the plan; the most telling first, the 2B model as
+`fill` trains it on a large card."""
 GENERATION: dict[str, tuple[tuple[dict[str, Any], int, int], ...]] = {
     "cuda": (
         *(({**_VLM_2B, "max_length": 1344}, 16, 64), ({**_7B, "max_length": 256}, 16, 256)),
