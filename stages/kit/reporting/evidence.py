@@ -244,9 +244,8 @@ def shared(variances: Floats, counts: Floats) -> tuple[Floats, Floats]:
     moderated = (prior * scale + freedom * variances) / (prior + freedom)
     # The recipe's own trainings alone vouch for what its variance has in excess (Satterthwaite).
     excess, together = np.maximum(variances - moderated, 0), np.minimum(prior + freedom, total)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        of_both = (moderated + excess) ** 2 / (moderated**2 / together + excess**2 / freedom)
-    together = np.where(excess > 0, of_both, together)
+    part = excess / np.where(excess > 0, moderated + excess, 1)
+    together = 1 / ((1 - part) ** 2 / together + part**2 / freedom)
     return np.where(trained, moderated + excess, 0.0), np.where(trained, together, np.inf)
 
 
