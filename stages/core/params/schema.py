@@ -370,6 +370,9 @@ class PredictionsParams:
 class DataParams:
     skip_invalid: bool = False
     """Leave out invalid records, counted and listed, instead of stopping the run."""
+    near_duplicates: Literal["count", "refuse"] = "count"
+    """Samples that resemble one of another split, such as a copy in another size or a text with a few words changed.
+    count: warn, and list them in stats.json."""
     selection: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Share of the training samples to set aside for choosing settings: no recipe trains on them. Chosen by their
     content alone."""

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from stages.core.records import shown
+from stages.kit.data.near import Description, describe_image
 
 if TYPE_CHECKING:
     from stages.kit.data.prepared import PreparedRow
@@ -55,7 +57,12 @@ class ImageRecord:
     """In pixels, of the upright image."""
     sha256: str = ""
     """SHA-256 of the upright image's pixels."""
+    look: Description = field(default_factory=lambda: np.empty(0, dtype=np.uint64), compare=False, repr=False)
+    """describe_image of it, while the dataset is prepared."""
     place: PreparedRow | None = field(default=None, compare=False, repr=False)
+
+    def description(self) -> Description:
+        return self.look
 
     def open_image(self) -> Image.Image:
         """The decoded image, RGB. Raises UserError if prepared data are damaged."""
@@ -104,6 +111,7 @@ def parse_image(row: Mapping[str, Any], max_pixels: int) -> tuple[dict[str, Any]
             "the other, which no model here takes"
         )
     fields = {"image_id": image_id, "image": encoded, "width": width, "height": height, "sha256": sha256}
+    fields["look"] = describe_image(upright)
     return fields, problems
 
 

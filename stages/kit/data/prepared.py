@@ -19,10 +19,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import pyarrow as pa
 from pydantic import ConfigDict
 
-from stages.core.errors import UserError, listed, pluralize
+from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.params.schema import DataParams, LimitParams
 from stages.core.records import published, read_record
 from stages.kit.data.images import ImageRecord
+from stages.kit.data.near import Description, near_duplicates
 from stages.kit.data.parquet import read_rows, read_schema, write_rows
 from stages.kit.data.sources import READ_ON, Place
 from stages.kit.data.texts import UnreadableText
@@ -46,6 +47,9 @@ class Record(Protocol):
 
     def content(self) -> Sequence[Any]:
         """All fields but where the record was read, as JSON values; the first names the record in messages."""
+
+    def description(self) -> Description:
+        """A description by which near-duplicates are found (`near`)."""
 
 
 R = TypeVar("R", bound=Record)
@@ -150,6 +154,9 @@ def write_prepared(
         log.info("validation split: %s", dataset.validation)
     if unused := stats["unused_files"]:
         log.warning("not read: %s", ", ".join(unused))
+    if near := preparation.near:
+        words, samples = join_truncated(near_words(near), 1), pluralize(len(near), "sample")
+        log.warning("%s may make scores too good, near-duplicates of another split: %s", samples, words)
     for name, read in preparation.splits.items():
         if read.leaked:
             others = " and ".join(sorted({other for _, other, _, _ in read.leaked}))
@@ -208,6 +215,10 @@ class _Preparation(Generic[R]):
         self.dataset, self.rules, self.data = dataset, dataset.rules, data
         names = {"train", "val", *dataset.splits, *(["selection"] if data.selection else [])}
         self.splits: dict[str, _Split[R]] = {name: _Split() for name in SPLITS if name in names}
+        self.described: dict[str, list[tuple[Place, Description]]] = {}
+        """The place and description of each sample of a split, in the order in which splits are read."""
+        self.near: list[tuple[str, Place, str, Place]] = []
+        """Near-duplicates in two splits, once all are read."""
 
     def records(self) -> Iterator[tuple[str, Iterator[R]]]:
         """Each split with its records, to be consumed in this order: of a subject in two splits, the first keeps it."""
@@ -215,6 +226,7 @@ class _Preparation(Generic[R]):
         if "val" not in samples:
             samples |= self._hold_out(list(samples["train"]))
         seen: dict[str, tuple[str, Place]] = {}
+        self.described = {split: [] for split in ("test", "val", "selection", "train")}
         aside: list[R] = []
         share = 0.0 if "selection" in samples else self.data.selection
 
@@ -223,19 +235,16 @@ class _Preparation(Generic[R]):
                 other, there = seen.setdefault(record.subject(), (split, place))
                 if other != split:
                     self.splits[split].leaked.append((place, other, there, str(record.content()[0])))
-                else:
-                    yield record
-
-        def trained_on() -> Iterator[R]:
-            for record in without_leaks("train"):
+                    continue
                 digest = hashlib.sha256(f"selection {record.subject()}".encode()).digest()
-                if int.from_bytes(digest[:4], "big") < share * 2**32:
+                set_aside = split == "train" and int.from_bytes(digest[:4], "big") < share * 2**32
+                self.described["selection" if set_aside else split].append((place, record.description()))
+                if set_aside:
                     aside.append(record)
                 else:
                     yield record
 
-        yield from ((split, without_leaks(split)) for split in ("test", "val", "selection") if split in samples)
-        yield "train", trained_on()
+        yield from ((split, without_leaks(split)) for split in self.described if split in samples)
         if "selection" not in samples and "selection" in self.splits:
             yield "selection", iter(aside)
 
@@ -270,6 +279,13 @@ class _Preparation(Generic[R]):
                 "Remove each from one of them, or set data.skip_invalid: true in params.yaml, which keeps it in test "
                 "rather than val, and in val rather than train"
             )
+        self.near = list(near_duplicates(self.described))
+        if self.near and self.data.near_duplicates == "refuse":
+            raise UserError(
+                f"{self.dataset.source} has {pluralize(len(self.near), 'near-duplicate')} in two splits:\n"
+                f"{listed(near_words(self.near))}\n"
+                "Remove each from one of them, or set data.near_duplicates: count in params.yaml"
+            )
         for name, split in self.splits.items():
             if not split.records:
                 left_out = split.invalid_rows + len(split.leaked)
@@ -303,6 +319,7 @@ class _Preparation(Generic[R]):
             "validation": self.dataset.validation,
             "unused_files": unused[:MAX_UNUSED] + more,
             **({"parts": self.dataset.parts} if self.dataset.parts else {}),
+            **({"near_duplicates": near_words(self.near)} if self.near else {}),
             "splits": {name: self._split_stats(name, split) for name, split in self.splits.items()},
         }
 
@@ -318,6 +335,10 @@ class _Preparation(Generic[R]):
             "leaked_rows": len(split.leaked),
             "leaked": [{name: str(place), other: str(there)} for place, other, there, _ in split.leaked],
         }
+
+
+def near_words(near: Sequence[tuple[str, Place, str, Place]]) -> list[str]:
+    return [f"{split} {place} resembles {other} {there}" for split, place, other, there in near]
 
 
 def to_row(record: Any, schema: pa.Schema) -> dict[str, Any]:

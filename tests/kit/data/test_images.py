@@ -3,10 +3,12 @@ import re
 import zlib
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
 from stages.kit.data.images import MAX_IMAGE_PIXELS, MAX_SCANS, ImageRecord, num_scans, parse_image
+from stages.kit.data.near import describe_image, near_duplicates
 from tests.kit.data.images import patch_jpeg, png
 
 
@@ -85,6 +87,24 @@ def test_a_jpeg_of_too_many_scans_is_refused_before_it_is_decoded(monkeypatch: p
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "MPO"])
 def test_photographs_of_every_usual_form_are_read(form: str) -> None:
     assert parsed(saved(form)).open_image().size == (40, 30)
+
+
+def photograph(seed: int) -> Image.Image:
+    noise = np.random.default_rng(seed).integers(0, 256, (9, 12, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize((480, 360), Image.Resampling.BICUBIC)
+
+
+def test_a_copy_in_another_size_format_or_light_is_a_near_duplicate_and_another_image_is_none() -> None:
+    originals, copies = (
+        [(f"{split} {seed}", describe_image(photograph(seed))) for seed in seeds]
+        for split, seeds in (("original", range(20)), ("other", range(20, 40)))
+    )
+    changed = photograph(7).resize((300, 220)).point(lambda value: min(255, value + 20))
+    buffer = io.BytesIO()
+    changed.save(buffer, "JPEG", quality=40)
+    copies.append(("copy", describe_image(Image.open(buffer))))
+    found = list(near_duplicates({"val": originals, "train": copies}))
+    assert found == [("train", "copy", "val", "original 7")]
 
 
 def test_the_same_image_with_other_metadata_is_the_same_subject() -> None:

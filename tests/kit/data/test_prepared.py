@@ -10,6 +10,7 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DataParams, LimitParams
+from stages.kit.data.near import Description, describe_text
 from stages.kit.data.prepared import RawDataset, Rules, Sample, write_prepared
 from stages.kit.data.sources import Place
 
@@ -26,6 +27,9 @@ class Word:
 
     def content(self) -> list[Any]:
         return [self.word, self.number]
+
+    def description(self) -> Description:
+        return describe_text(self.word.replace("_", " "))
 
 
 def samples(file: str, words: Iterable[str]) -> list[Sample[Word]]:
@@ -147,6 +151,23 @@ def test_a_word_is_left_in_the_split_that_is_scored_last(tmp_path: Path) -> None
     }
     with pytest.raises(UserError, match=r"3 samples .*\n.*train and val: .*\n.*train and test: .*\n.*val and test: "):
         prepare(tmp_path / "refused", "a B c d", "b e", test="C e f")
+
+
+def test_a_sample_that_resembles_one_of_another_split_is_counted_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "_".join(f"word{number}" for number in range(60))
+    edited, other = text.replace("word30", "changed"), text.replace("word", "another")
+    short = "the_same_short_sentence_about_a_cup"
+    train = f"{edited} {other} {short}_again"
+    stats = prepare(tmp_path / "out", train, f"{text} {short}")
+    assert stats["near_duplicates"] == ["train train.txt line 1 resembles val val.txt line 1"]
+    assert "1 sample may make scores too good" in caplog.text
+    assert words(tmp_path / "out", "train") == [edited, other, f"{short}_again"], "it is only counted"
+    message = refusal(tmp_path / "refused", train, f"{text} {short}", near_duplicates="refuse")
+    assert "1 near-duplicate in two splits" in message
+    assert "data.near_duplicates: count" in message
+    assert "near_duplicates" not in prepare(tmp_path / "apart", f"{edited} {text}", short), "within a split all is well"
 
 
 def test_validation_is_held_out_beside_a_test_split(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import pyarrow as pa
 from stages.core.errors import UserError
 from stages.core.families import require_text
 from stages.kit.data.conversation import Conversation
+from stages.kit.data.near import Description, describe_text
 from stages.kit.data.prepared import PreparedRow, read_prepared
 from stages.kit.data.texts import same_text
 from stages.tasks.amr.samples.blocks import read_blocks, read_lines
@@ -89,6 +90,9 @@ class Record:
     def subject(self) -> str:
         """A digest, equal for records that may not be in two splits: those of the same sentence."""
         return _subject(self.sentence)
+
+    def description(self) -> Description:
+        return describe_text(self.sentence)
 
     def content(self) -> list[str]:
         return [self.sentence, self.graph, self.canonical]

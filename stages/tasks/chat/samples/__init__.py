@@ -20,6 +20,7 @@ from stages.core.families import family_of
 from stages.core.records import shown
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord, require_prepared_image
+from stages.kit.data.near import Description, describe_text
 from stages.kit.data.prepared import IMAGE_COLUMN, PreparedRow, read_prepared, to_row
 from stages.kit.data.texts import TextMetric, same_text
 
@@ -100,6 +101,9 @@ class Record:
 
     def subject(self) -> str:
         return self.group
+
+    def description(self) -> Description:
+        return describe_text(self.question, self.answer)
 
     def content(self) -> list[Any]:
         messages = [[message.role, message.content] for message in self.messages]

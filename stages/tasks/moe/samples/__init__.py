@@ -17,6 +17,7 @@ import pyarrow as pa
 from stages.core.errors import UserError
 from stages.core.families import require_text
 from stages.kit.data.conversation import Conversation
+from stages.kit.data.near import Description, describe_text
 from stages.kit.data.prepared import PreparedRow, read_prepared
 from stages.kit.data.texts import same_text
 
@@ -118,6 +119,9 @@ class Record:
         """A digest, equal for records that may not be in two splits: those of the same transcript, or of the same
         question."""
         return _digest(same_text(self.context or self.question))
+
+    def description(self) -> Description:
+        return describe_text(self.context or self.question)
 
     def content(self) -> list[Any]:
         return [self.question, self.context, self.best, self.correct, self.incorrect]
