@@ -32,13 +32,13 @@ from stages.core.tasks import load_task
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.answer import load_answerer
-from stages.kit.evaluation.score import read_answers, score_answers, write_examples
+from stages.kit.evaluation.score import failures, read_answers, score_answers, write_examples
 from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
 from stages.kit.models.certificate import certified_model
 from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import MemoryRecord, beside_measured
-from stages.kit.reporting.runs import cards_dir, write_card
+from stages.kit.reporting.runs import FAILURE, cards_dir, write_card
 from stages.kit.reporting.tracking import track_evaluation
 from stages.kit.training.records import TrainingRecord
 
@@ -66,6 +66,7 @@ def main(name: str, attempt: int) -> None:
         evaluation = evaluate_model(params, name, records, questions, attempt=attempt)
 
     metrics = evaluation.metrics | ({} if params.scored == "val" else {"split": params.scored})
+    metrics |= {f"{FAILURE}{kind}": len(found) for kind, found in failures(evaluation.rows, scoring).items()}
     with published(run_dir / "examples") as examples_dir:
         write_examples(records[: len(evaluation.rows)], evaluation.rows, scoring, examples_dir)
     write_rows(evaluation.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)

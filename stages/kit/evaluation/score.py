@@ -10,6 +10,7 @@ import re
 import textwrap
 import time
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,10 +163,20 @@ def _words(text: str) -> str:
     return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFC", text).casefold())
 
 
+def failures(rows: Sequence[Mapping[str, Any]], scoring: ModuleType) -> dict[str, list[int]]:
+    """Indices of the rows by their kind of failure, a name with underscores. Empty for a task without `failure`."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows if hasattr(scoring, "failure") else ()):
+        if kind := scoring.failure(row):
+            found[kind].append(index)
+    return dict(sorted(found.items()))
+
+
 def write_examples(
     records: Sequence[Any], rows: Sequence[Mapping[str, Any]], scoring: ModuleType, out_dir: Path
 ) -> None:
-    """Write best-1.png ..., worst-1.png ..., 1 the most extreme, and random-1.png ...: at most EXAMPLES of each.
+    """Write best-1.png ..., worst-1.png ..., 1 the most extreme, random-1.png ..., and KIND-1.png ... of each kind of
+    failure that the task tells apart: at most EXAMPLES of each.
 
     rows: of the task's `scoring`, one for each record. The random ones are the same for every model on the same
     records, so that models can be compared.
@@ -177,6 +188,7 @@ def write_examples(
         "best": ordered[::-1][:EXAMPLES],
         "worst": ordered[:EXAMPLES],
         "random": random.Random(0).sample(range(len(rows)), min(EXAMPLES, len(rows))),
+        **{kind: indices[:EXAMPLES] for kind, indices in failures(rows, scoring).items()},
     }
     out_dir.mkdir(parents=True, exist_ok=True)
     for kind, indices in chosen.items():

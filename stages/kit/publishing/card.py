@@ -22,7 +22,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.data.prepared import read_origin
 from stages.kit.publishing.check import CARD_FILE
 from stages.kit.reporting.compare import Comparison, Contender
-from stages.kit.reporting.runs import EXAMPLES_DIR, Run
+from stages.kit.reporting.runs import EXAMPLE_KINDS, EXAMPLES_DIR, Run
 from stages.kit.reporting.sections import (
     MEMORY_OF_STAGES,
     QUANTIZATION_COST,
@@ -118,6 +118,7 @@ def write_card(publication: Publication, folder: Path) -> None:
     examples = {
         kind: [path.name for path in paths if (folder / EXAMPLES_DIR / path.name).is_file()]
         for kind, paths in run.examples.items()
+        if kind in EXAMPLE_KINDS
     }
     assert run.plan is not None
     own_insights = [each for each in comparison.insights if run.name in (each.ours, each.theirs)]

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from stages.kit.reporting.compare import Comparison, Contender, Metric, interval_words
-from stages.kit.reporting.runs import Curve, Run
+from stages.kit.reporting.runs import FAILURE, Curve, Run
 from stages.kit.reporting.sections import (
     EVIDENCE,
     MEMORY_OF_STAGES,
@@ -186,9 +186,14 @@ def inline_image(path: Path, description: str) -> InlineImage:
 
 
 def _gallery(run: Run) -> dict[str, list[InlineImage]]:
-    """The examples of a run by kind."""
+    """The examples of a run by kind, and how many answers there are of each kind of failure."""
+
+    def heading(kind: str) -> str:
+        count = run.metrics.get(f"{FAILURE}{kind}")
+        return kind if count is None else f"{kind.replace('_', ' ')}: {count} of {run.metrics['samples']}"
+
     return {
-        kind: [inline_image(path, f"{run.name}, {path.stem.replace('-', ' ')}") for path in paths]
+        heading(kind): [inline_image(path, f"{run.name}, {path.stem.replace('-', ' ')}") for path in paths]
         for kind, paths in run.examples.items()
         if paths
     }

@@ -36,6 +36,8 @@ MODEL_LINEAGE_FILE = "model_lineage.json"
 EXAMPLES_DIR = "examples"
 EXAMPLE_KINDS = ("best", "worst", "random")
 """Example images are named KIND-anything.png."""
+FAILURE = "failure_"
+"""Begins the names of metrics that count answers by their kind of failure, of which there are examples too."""
 LOSS_CURVE = "training/plots/metrics/train/loss.tsv"
 """Written while training (training/trainer.py, Curves)."""
 CARD_FILES = (
@@ -140,12 +142,14 @@ def read_run(
     rows = _read_predictions(predictions_path, [*identity, *columns], fix)
     described = zip(*(rows.column(column).to_pylist() for column in identity), strict=True)
     lineage = read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=fix)
+    metrics = read_record(dict[str, Figure], metrics_path, fix=fix)
+    kinds = (*EXAMPLE_KINDS, *(key.removeprefix(FAILURE) for key in metrics if key.startswith(FAILURE)))
     return Run(
         name=name,
         stage=stage,
         model=lineage.digest,
         base=lineage.parents["base"].lineage.digest if "base" in lineage.parents else None,
-        metrics=read_record(dict[str, Figure], metrics_path, fix=fix),
+        metrics=metrics,
         samples=tuple(json.dumps(sample, ensure_ascii=False, default=repr) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
         columns={column: _numbers(rows, column, predictions_path, fix) for column in columns},
@@ -153,7 +157,7 @@ def read_run(
         training=TrainingRecord.read(run_dir / "training/training.json") if trained else None,
         certificate=MergeCertificate.read(run_dir / "merge.json") if trained else None,
         loss=_read_curve(run_dir / LOSS_CURVE, _fix(f"train@{name}")) if trained else None,
-        examples={kind: tuple(sorted((run_dir / EXAMPLES_DIR).glob(f"{kind}-*.png"))) for kind in EXAMPLE_KINDS},
+        examples={kind: tuple(sorted((run_dir / EXAMPLES_DIR).glob(f"{kind}-*.png"))) for kind in kinds},
         memory=tuple(
             read_record(StageMemory, path, fix=_fix(maker))
             for maker, path in (memory_by_stage or {}).items()

@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL import Image
 
-from stages.kit.evaluation.score import EXAMPLES, write_examples
+from stages.kit.evaluation.score import EXAMPLES, failures, write_examples
 
 SCORING: Any = SimpleNamespace(
     ordered_by=lambda record: "score", draw_prediction=lambda record, row: Image.new("RGB", (record, 1))
@@ -26,6 +26,19 @@ def test_best_worst_and_random_examples_are_written(tmp_path: Path) -> None:
     assert sorted(shown) == ["random-1", "random-2", "random-3"]
     assert len(set(shown.values())) == EXAMPLES == 3
     assert sorted(written(tmp_path / "one", [0.0])) == ["best-1", "random-1", "worst-1"]
+
+
+def test_each_kind_of_failure_has_its_examples(tmp_path: Path) -> None:
+    scoring: Any = SimpleNamespace(
+        **vars(SCORING), failure=lambda row: None if row["score"] > 0.5 else "low" if row["score"] else "no_box"
+    )
+    rows = [{"score": score} for score in (0.9, 0.0, 0.2, 0.3, 0.1, 0.4, 0.0)]
+    assert failures(rows, scoring) == {"low": [2, 3, 4, 5], "no_box": [1, 6]}
+    write_examples(range(1, 8), rows, scoring, tmp_path)
+    widths = {path.stem: Image.open(path).width for path in tmp_path.iterdir()}
+    kinds = {name: width for name, width in widths.items() if name.startswith(("low", "no_box"))}
+    assert kinds == {"low-1": 3, "low-2": 4, "low-3": 5, "no_box-1": 2, "no_box-2": 7}
+    assert failures(rows, SCORING) == {}
 
 
 def test_random_examples_are_the_same_for_every_model(tmp_path: Path) -> None:

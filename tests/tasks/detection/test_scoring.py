@@ -13,7 +13,7 @@ from PIL import Image
 from stages.tasks.detection.samples.boxes import Box, encode_boxes
 from stages.tasks.detection.samples.records import DetectionRecord
 from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, TRUTH_COLOUR, draw_prediction
-from stages.tasks.detection.scoring.figures import matched_ious, pairwise_iou, score
+from stages.tasks.detection.scoring.figures import failure, matched_ious, pairwise_iou, score
 from tests.kit.data.images import png
 from tests.tasks.detection.rows import record
 
@@ -168,6 +168,25 @@ def test_a_box_that_is_missing_and_one_too_many_both_count_as_0() -> None:
     assert [row["iou"] for row in rows] == pytest.approx([1 / 2, 2 / 3, 1.0])
     first = replace(truth, scored_boxes="first")
     assert [row["iou"] for row in score([first] * 3, texts)[1]] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("truth", "text", "kind"),
+    [
+        ([LEFT], answer(LEFT, FAR), None),
+        ([LEFT], "I see a table", "no_box"),
+        ([], answer(LEFT), "invented"),
+        ([], "none", None),
+        ([LEFT], answer(RIGHT), "elsewhere"),
+        ([LEFT], answer(HALF_OF_LEFT), "shifted"),
+        ([LEFT], answer(RIGHT, LEFT), "too_many"),
+        ([LEFT, RIGHT, FAR], answer(RIGHT, FAR), "too_few"),
+        ([LEFT, RIGHT], answer(RIGHT, LEFT), "mixed_up"),
+    ],
+)
+def test_the_kind_of_a_failure_is_told_from_the_boxes(truth: list[Box], text: str, kind: str | None) -> None:
+    one = record(truth) if truth else sample(scored_boxes="first")
+    assert failure(score([one], [text])[1][0]) == kind
 
 
 @pytest.mark.parametrize("scored_boxes", ["first", "all"])

@@ -153,6 +153,13 @@ def ordered_by(_: Record) -> str:
     return "f1"
 
 
+def failure(row: Mapping[str, Any]) -> str | None:
+    """The kind of failure of a row of predictions: no graph, or one with fewer than half of the triples right."""
+    if not row["valid"]:
+        return "no_graph"
+    return "mostly_wrong" if row["f1"] < 0.5 else None
+
+
 def draw_prediction(_: Record, row: Mapping[str, Any]) -> Image.Image:
     """One sample as an RGB image: the sentence, the true graph in green, and below it the predicted one in red."""
     counts = f"{row['matched']} of {row['predicted']} predicted and {row['gold']} gold triples"

@@ -246,3 +246,21 @@ def _mean_average_precision(records: Sequence[DetectionRecord], answers: Sequenc
 def ordered_by(_: DetectionRecord) -> str:
     """The column by which samples are best and worst."""
     return "iou"
+
+
+def failure(row: Mapping[str, Any]) -> str | None:
+    """The kind of failure of a row of predictions; None if its IoU is above 0.5.
+
+    no_box: no readable one, where there is some; invented: one where there is none. elsewhere: no box overlaps a true
+    one by more than 0.1; shifted: none by more than 0.5. Of the others, too_many or too_few if the numbers differ, and
+    mixed_up if the right box has another place in the answer or another label.
+    """
+    if row["iou"] > 0.5:
+        return None
+    if not row["valid"]:
+        return "no_box" if row["truth"] else "invented"
+    overlap = pairwise_iou(row["truth"], row["boxes"]).max()
+    if overlap <= 0.5:
+        return "shifted" if overlap > 0.1 else "elsewhere"
+    more = len(row["boxes"]) - len(row["truth"])
+    return "mixed_up" if more == 0 else "too_many" if more > 0 else "too_few"
