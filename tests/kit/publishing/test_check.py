@@ -166,6 +166,13 @@ def forged(folder: Path) -> None:
     replaced(STATEMENT_FILE, certificate, file_digest(folder / CERTIFICATE))(folder)
 
 
+def one_record_more(content: Any) -> None:
+    """A record that agrees with itself, of a training that this model does not come from."""
+    first = records_in(content)[0]
+    inputs = {**first["inputs"], "data/runs/x/plan.yaml": first["inputs"][f"{RUN_DIR}/plan.yaml"]}
+    records_in(content).insert(0, {**first, "stage": "train@x", "inputs": inputs})
+
+
 def beside(folder: Path) -> None:
     save_file({"x": np.zeros(1, dtype=np.float32)}, folder / "adapter_model.safetensors")
     shutil.copy(folder / "trained/adapter/adapter_config.json", folder)
@@ -220,10 +227,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "base": (in_record("train", "inputs", "data/bases/vlm", to="0" * 64), STATEMENT_FILE),
     "evaluated": (in_record("evaluate", "inputs", f"{RUN_DIR}/merged", to="0" * 64), STATEMENT_FILE),
     "a record less": (edited(STATEMENT_FILE, lambda it: records_in(it).pop(0)), STATEMENT_FILE),
-    "a record more": (
-        edited(STATEMENT_FILE, lambda it: records_in(it).insert(0, {**records_in(it)[0], "stage": "train@x"})),
-        STATEMENT_FILE,
-    ),
+    "a record more": (edited(STATEMENT_FILE, one_record_more), STATEMENT_FILE),
     "lineage of a base": (edited(LINEAGE, lambda it: it.update(kind="base", parents={}, seal=None)), LINEAGE),
     "lineage without the training": (
         edited(LINEAGE, lambda it: (it["parents"].pop("trained"), it.pop("seal"))),
