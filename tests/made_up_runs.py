@@ -165,6 +165,9 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
     losses = 0.5 + 2.0 * np.exp(-steps / 8) + np.random.default_rng(len(name)).normal(0, 0.06, len(steps))
     lines = [f"{step}\t{loss:.4f}" for step, loss in zip(steps, losses, strict=True)]
     curve.write_text("\n".join(["step\tloss", *lines]) + "\n", encoding="utf-8")
+    validated = curve.parents[1] / "validation" / "loss.tsv"
+    validated.parent.mkdir()
+    validated.write_text("\n".join(["step\tloss", lines[14], lines[29]]) + "\n", encoding="utf-8")
 
 
 def _write_example(path: Path) -> None:

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from stages.kit.reporting.compare import Comparison, Contender, Metric, interval_words
-from stages.kit.reporting.runs import FAILURE, Curve, Run
+from stages.kit.reporting.runs import CURVES, FAILURE, Curve, Run
 from stages.kit.reporting.sections import (
     EVIDENCE,
     MEMORY_OF_STAGES,
@@ -145,7 +145,7 @@ def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
         colours=colours,
         scores=_score_drawing(comparison, colours),
         differences=[drawing for metric in report.measured if (drawing := _difference_drawing(metric, comparison))],
-        losses=_loss_drawing(runs, colours),
+        curves=_curve_drawings(runs, colours),
         galleries={run.name: _gallery(run) for run in runs if any(run.examples.values())},
         differing=differing,
         outstanding=outstanding,
@@ -252,28 +252,47 @@ def _difference_drawing(metric: Metric, comparison: Comparison) -> Drawing | Non
     )
 
 
-def _loss_drawing(runs: Sequence[Run], colours: Mapping[str, str]) -> Drawing | None:
-    losses = {run.name: run.loss for run in runs if run.loss is not None}
-    if not losses:
-        return None
-    return _drawing(
-        plot_losses(losses, colours),
-        "loss",
-        "Training loss as logged (faint) and smoothed. Losses of different masking do not compare.",
-        f"Training loss by optimizer step, one curve for each of {', '.join(losses)}",
-    )
+def _curve_drawings(runs: Sequence[Run], colours: Mapping[str, str]) -> list[Drawing]:
+    """A drawing of each figure of CURVES that any run has."""
+    drawings = []
+    for number, figure in enumerate(CURVES):
+        curves = {run.name: run.curves[figure] for run in runs if figure in run.curves}
+        if curves:
+            title = f"{figure.capitalize()} by optimizer step, one curve for each of {', '.join(curves)}"
+            plot = plot_curves(curves, colours, figure, smoothed=number == 0)
+            drawings.append(_drawing(plot, figure.replace(" ", "-"), _CURVE_CAPTIONS[number], title))
+    return drawings
 
 
-def plot_losses(curves: Mapping[str, Curve], colours: Mapping[str, str]) -> Figure:
-    """Training loss by step: the logged values, faint, and a smoothed curve."""
+_CURVE_CAPTIONS = (
+    "Training loss as logged (faint) and smoothed. Losses of different masking do not compare.",
+    "Loss while training, of samples that the model is not trained on.",
+    "Mean score of the answers to some of them.",
+)
+"""In the order of CURVES."""
+
+
+def plot_curves(curves: Mapping[str, Curve], colours: Mapping[str, str], figure_name: str, *, smoothed: bool) -> Figure:
+    """A figure by step: the points, or the logged values, faint, and a smoothed curve."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(3.5)
         for index, (name, curve) in enumerate(curves.items()):
             colour, dash = PALETTE[colours[name]], _DASHES[index % len(_DASHES)]
-            axes.plot(curve.steps, curve.values, color=colour, linewidth=0.8, alpha=0.3)
-            axes.plot(curve.steps, smooth(curve.values), color=colour, linewidth=1.9, linestyle=dash, label=name)
+            if smoothed:
+                axes.plot(curve.steps, curve.values, color=colour, linewidth=0.8, alpha=0.3)
+            values, marker = (smooth(curve.values), None) if smoothed else (curve.values, "o")
+            axes.plot(
+                curve.steps,
+                values,
+                color=colour,
+                linewidth=1.9,
+                linestyle=dash,
+                marker=marker,
+                markersize=4,
+                label=name,
+            )
         axes.set_xlabel("optimizer step")
-        axes.set_ylabel("training loss")
+        axes.set_ylabel(figure_name)
         figure.legend(loc="outside lower center", ncols=3, fontsize=9, handlelength=2.6, columnspacing=1.4)
     return figure
 

@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -39,14 +39,19 @@ EXAMPLE_KINDS = ("best", "worst", "random")
 FAILURE = "failure_"
 """Begins the names of metrics that count answers by their kind of failure, of which there are examples too."""
 LOSS_CURVE = "training/plots/metrics/train/loss.tsv"
-"""Written while training (training/trainer.py, Curves)."""
+CURVES = {
+    "training loss": LOSS_CURVE,
+    "validation loss": "training/plots/metrics/validation/loss.tsv",
+    "validation score": "training/plots/metrics/validation/score.tsv",
+}
+"""Files by figure, written while training (training/trainer.py, Curves)."""
 CARD_FILES = (
     "merge.json",
     "metrics.json",
     EXAMPLES_DIR,
     "plan.yaml",
     "predictions.parquet",
-    LOSS_CURVE,
+    *CURVES.values(),
     "training/training.json",
 )
 """Files and folders of a run that its card has; a baseline has no plan and no training."""
@@ -81,10 +86,11 @@ class Run:
     columns: Mapping[str, Floats]
     """Per-sample values by column of predictions.parquet, each (samples,)."""
     plan: Plan | None = None
-    """None for an untrained base, as are the next three."""
+    """None for an untrained base, as are the next two."""
     training: TrainingRecord | None = None
     certificate: MergeCertificate | None = None
-    loss: Curve | None = None
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    """The curves that were written, by their names in CURVES."""
     examples: Mapping[str, tuple[Path, ...]]
     """Image files by kind, in the order of their names."""
     memory: tuple[StageMemory, ...] = ()
@@ -156,7 +162,11 @@ def read_run(
         plan=read_plan(name, runs_dir=run_dir.parent) if trained else None,
         training=TrainingRecord.read(run_dir / "training/training.json") if trained else None,
         certificate=MergeCertificate.read(run_dir / "merge.json") if trained else None,
-        loss=_read_curve(run_dir / LOSS_CURVE, _fix(f"train@{name}")) if trained else None,
+        curves={
+            figure: curve
+            for figure, path in CURVES.items()
+            if trained and (curve := _read_curve(run_dir / path, _fix(f"train@{name}"))) is not None
+        },
         examples={kind: tuple(sorted((run_dir / EXAMPLES_DIR).glob(f"{kind}-*.png"))) for kind in kinds},
         memory=tuple(
             read_record(StageMemory, path, fix=_fix(maker))

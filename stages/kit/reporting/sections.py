@@ -343,6 +343,8 @@ def cost_table(runs: Sequence[Run]) -> Table:
     columns = (
         Column("model", "Model"),
         Column("num_steps", "Steps", ","),
+        Column("kept_step", "Kept step", ","),
+        Column("skipped_steps", "Skipped steps", ","),
         Column("train_seconds", "Training time", "seconds"),
         Column("samples_per_second", "Training samples/s", ".1f"),
         Column("peak_memory_bytes", "Peak memory", "bytes"),
@@ -363,7 +365,8 @@ def cost_table(runs: Sequence[Run]) -> Table:
         }
         values["memory_kind"] = _MEMORY_KINDS.get(values.get("memory_kind", ""), values.get("memory_kind"))
         rows.append({"model": run.name, **values})
-    said = [each for each in columns if not each.key.startswith("gpu_") or any(row.get(each.key) for row in rows)]
+    rare = ("kept_step", "skipped_steps", "gpu_utilization", "gpu_watts", "gpu_kwh")
+    said = [each for each in columns if each.key not in rare or any(row.get(each.key) for row in rows)]
     return Table.of(said, ([row.get(column.key) for column in said] for row in rows))
 
 

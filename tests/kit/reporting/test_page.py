@@ -16,8 +16,8 @@ from stages.kit.reporting.page import (
     MAX_IMAGE_WIDTH,
     IntervalRow,
     inline_image,
+    plot_curves,
     plot_intervals,
-    plot_losses,
     svg,
 )
 from stages.kit.reporting.runs import Curve
@@ -34,7 +34,10 @@ def drawings() -> list[str]:
     colours = {"a": "series-1", "b": "series-2"}
     return [
         svg(plot_intervals(rows, "difference", reference=0.0), name="forest", title='a "<b>" & c'),
-        svg(plot_losses(curves, colours), name="loss", title="loss"),
+        *(
+            svg(plot_curves(curves, colours, "a loss", smoothed=each), name="loss", title="loss")
+            for each in (True, False)
+        ),
     ]
 
 

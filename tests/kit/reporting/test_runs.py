@@ -31,11 +31,13 @@ def test_a_trained_run_is_read(tmp_path: Path) -> None:
     run = read(write_made_up_run(tmp_path, "r1-llm-only", scores, params=project_params()), trained=True)
     assert run.plan is not None
     assert run.training is not None
-    assert run.loss is not None
     assert run.columns["iou"].tolist() == scores.tolist()
     assert run.sample_ids == ("image-000", "image-001")
     assert (run.plan.recipe, run.training.num_steps) == ("r1-llm-only", 30)
-    assert run.loss.steps.tolist() == list(range(1, 31))
+    assert {figure: curve.steps.tolist() for figure, curve in run.curves.items()} == {
+        "training loss": list(range(1, 31)),
+        "validation loss": [15, 30],
+    }
     assert [path.name for path in run.examples["worst"]] == ["worst-1.png"]
 
 
