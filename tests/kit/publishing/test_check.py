@@ -228,6 +228,10 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "evaluated": (in_record("evaluate", "inputs", f"{RUN_DIR}/merged", to="0" * 64), STATEMENT_FILE),
     "a record less": (edited(STATEMENT_FILE, lambda it: records_in(it).pop(0)), STATEMENT_FILE),
     "a record more": (edited(STATEMENT_FILE, one_record_more), STATEMENT_FILE),
+    "two records of a stage": (
+        edited(STATEMENT_FILE, lambda it: records_in(it).insert(0, {**records_in(it)[0], "commit": "0" * 40})),
+        STATEMENT_FILE,
+    ),
     "lineage of a base": (edited(LINEAGE, lambda it: it.update(kind="base", parents={}, seal=None)), LINEAGE),
     "lineage without the training": (
         edited(LINEAGE, lambda it: (it["parents"].pop("trained"), it.pop("seal"))),
