@@ -13,7 +13,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
 from stages.kit.planning.memory_use import stage_memory_path
-from stages.kit.reporting.evidence import MAX_SEEDS, Difference, Score, as_family, differences, score
+from stages.kit.reporting.evidence import Difference, Score, as_family, differences, score
 from stages.kit.reporting.runs import (
     Run,
     cards_dir,
@@ -368,7 +368,7 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
             return f"{_too_few(difference.samples)} {ours} from {theirs} ({amount})"
         case "no difference shown":
             needed = difference.seeds_needed()
-            more = f"about {needed} seeds of each" if needed else f"more samples, or over {MAX_SEEDS} seeds of each,"
+            more = f"about {needed} seeds of each" if needed else "more samples, and not only more seeds,"
             settle = f"{more} would settle whether a difference as large as that is real"
             return f"not settled whether {ours} or {theirs} is better ({amount}); {settle}"
         case "as good":

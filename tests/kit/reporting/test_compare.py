@@ -128,7 +128,7 @@ def test_words_follow_the_verdict_and_name_models_if_each_was_trained_once() -> 
     assert words(0.05, trainings=3).startswith("r4 is better than r1 by +0.0")
     assert words(0.005, trainings=3).startswith("not settled whether r4 or r1 is better (+0.0")
     assert words(0.005, trainings=3).endswith(
-        "more samples, or over 100 seeds of each, would settle whether a difference as large as that is real"
+        "more samples, and not only more seeds, would settle whether a difference as large as that is real"
     )
     assert words(0, trainings=3, matters=0.5).startswith("r4 is as good as r1: the two differ by less than 0.5 (")
 

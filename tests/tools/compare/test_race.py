@@ -146,5 +146,7 @@ def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path) -> None:
     assert "After 3 seeds: r4-joint is the best recipe, or within 0.03 of the best." in output
     trained = sorted(line for line in log.read_text().splitlines() if not line.startswith("base"))
     assert trained == sorted(f"{name} {seed}" for name in NAMES[1:] for seed in (42, 43, 44))
+    experiments = [line for line in run("git", "for-each-ref", "refs/exps").splitlines() if "celery" not in line]
+    assert len(experiments) == 3, "what was queued is not queued again"
     results = json.loads((workspace / "data/report/detection/over-seed/comparison.json").read_text())
     assert results["best"] == "r4-joint"
