@@ -146,7 +146,7 @@ def evaluate_file(
     samples, scoring, answer_format = task_of(params, name)
     memory, most = MemoryLog(()), params.active.evaluation.max_samples
     memory.loaded()
-    answers = read_answers(path, records, questions, samples)[:most]
+    answers = read_answers(path, records, questions, samples, answer_format=answer_format)[:most]
     metrics, rows = scoring.score(records[:most], answers, answer_format=answer_format)
     lineage = Lineage(kind="answers", name=name, digest=file_digest(path), source={"file": str(path)})
     return Evaluation(metrics=metrics | {"answers": str(path)}, rows=rows, lineage=lineage, memory=memory)

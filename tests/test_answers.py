@@ -132,6 +132,10 @@ def test_a_row_of_answers_needs_a_format_and_no_gpu() -> None:
     raw["baselines"]["peer-amr"]["answer_format"] = None
     write_params(raw)
     assert "baselines.peer-amr.answer_format is None; expected full, ptr, mtup" in refused("evaluate", "peer-amr")
+    raw["baselines"]["submission"]["answer_format"] = "ptr"
+    write_params(raw)
+    Path("data/answers/submission.txt").write_text("#::snt a\n(a / a)\n")
+    assert "submission.txt has #::snt lines" in refused("evaluate", "submission")
     raw["baselines"]["r1-llm-only"] = raw["baselines"]["peer-amr"]
     write_params(raw)
     assert "baselines.r1-llm-only" in refused("evaluate", "peer-amr")

@@ -92,21 +92,26 @@ def score_answers(
 
 
 def read_answers(
-    path: Path, records: Sequence[Any], questions: Sequence[Conversation], samples: ModuleType
+    path: Path,
+    records: Sequence[Any],
+    questions: Sequence[Conversation],
+    samples: ModuleType,
+    *,
+    answer_format: str | None,
 ) -> list[str]:
     """Texts that another system answered, one for each record, in their order.
 
     The file has JSON Lines, each with the `id` of a sample and the `answer` as text; or a form of the task's own, which
-    its `samples.read_answers(path, records)` reads as (line, id, text).
+    its `samples.read_answers(path, records, answer_format)` reads as (line, id, text).
     Raises UserError, which names the samples, for one without an answer, with several, or unknown.
     """
     own = getattr(samples, "read_answers", None)
     try:
-        found = list(own(path, records) if own and path.suffix != ".jsonl" else _json_answers(path))
+        found = list(own(path, records, answer_format) if own and path.suffix != ".jsonl" else _json_answers(path))
     except UnreadableText as error:
         raise UserError(f"{path}: {error}") from None
     answers: dict[str, str] = {}
-    known = [question.sample_id for question in questions]
+    known = dict.fromkeys(question.sample_id for question in questions)
     problems: dict[str, list[str]] = {"no such sample": [], "a second answer": []}
     for line, sample_id, text in found:
         if sample_id not in known or sample_id in answers:

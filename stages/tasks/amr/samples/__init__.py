@@ -131,12 +131,14 @@ def read_split(prepared_dir: Path, split: str) -> list[Record]:
     return read_prepared(prepared_dir, split, SCHEMA, lambda row, place: Record(**row, place=place))
 
 
-def read_answers(path: Path, records: Sequence[Record]) -> Iterator[tuple[int, str, str]]:
-    """(line, sample, graph) of each block of a file in the form of the corpora, for an answer format of `full`.
+def read_answers(path: Path, records: Sequence[Record], answer_format: str) -> Iterator[tuple[int, str, str]]:
+    """(line, sample, graph) of each block of a file in the form of the corpora, which is that of the format `full`.
 
     The sample is the id of the record with that sentence, or the sentence if there is none. If several records share
     it, blocks are theirs in order.
     """
+    if answer_format != "full":
+        raise UserError(f"{path} has #::snt lines and graphs in PENMAN, the answer_format full; found {answer_format}")
     waiting: dict[str, list[str]] = {}
     for record in records:
         waiting.setdefault(record.subject(), []).append(record.id)
