@@ -46,14 +46,14 @@ def ious(rng: np.random.Generator, recipes: int, seeds: int, samples: int, *, be
 
 
 def scores(
-    rng: np.random.Generator, reports: int, seeds: int, means: list[float], spreads: list[float]
+    rng: np.random.Generator, reports: int, seeds: int, means: list[float], spreads: list[float], taste: float = 0.0
 ) -> list[Floats]:
-    """Scores of each recipe, (reports, seeds, 60 samples, 1)."""
+    """Scores of each recipe, (reports, seeds, 60 samples, 1); taste: spread of what a recipe is good at."""
     hardness = rng.normal(0, 0.1, (reports, 1, 60))
     found = []
     for mean, spread in zip(means, spreads, strict=True):
         luck, noise = rng.normal(0, spread, (reports, seeds, 1)), rng.normal(0, 0.1, (reports, seeds, 60))
-        found.append((mean + hardness + luck + noise)[..., None])
+        found.append((mean + hardness + rng.normal(0, taste, (reports, 1, 60)) + luck + noise)[..., None])
     return found
 
 
@@ -90,7 +90,7 @@ def test_null_reports_of_models_claim_a_difference_in_at_most_one_of_twenty() ->
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize("spreads", [[0.04] * 4, [0.01, 0.01, 0.01, 0.04]], ids=["equal", "one four times"])
 def test_null_reports_of_recipes_claim_a_difference_in_at_most_one_of_twenty(seeds: int, spreads: list[float]) -> None:
-    drawn = scores(np.random.default_rng(seeds), 2000, seeds, [0.6] * 4, spreads)
+    drawn = scores(np.random.default_rng(seeds), 2000, seeds, [0.6] * 4, spreads, taste=0.15)
     claims = closed(possible_sets(PAIRS) or (), p_values(drawn)) <= 0.05
     assert claims.any(axis=1).mean() <= 0.055
 
@@ -166,6 +166,8 @@ def test_recipes_are_as_good_only_within_what_matters() -> None:
         return [each.verdict for each in as_family(differences(recipes, pairs, matters=matters), pairs)]
 
     assert verdicts(0.05) == ["as good", "worse"]
+    for pair in (("a", "c"), ("c", "a")):
+        assert differences(recipes, [pair], matters=0.05)[0].p_as_good > 0.95, "whichever of the two is ahead"
     assert verdicts(0.001) == verdicts(None) == ["no difference shown", "worse"]
 
 
