@@ -243,7 +243,8 @@ def shared(variances: Floats, counts: Floats) -> tuple[Floats, Floats]:
     prior = np.where(few | (trained.sum(axis=-1, keepdims=True) < 2), 0.0, prior)
     moderated = (prior * scale + freedom * variances) / (prior + freedom)
     # The recipe's own trainings alone vouch for what its variance has in excess (Satterthwaite).
-    excess, together = np.maximum(variances - moderated, 0), np.minimum(prior + freedom, total)
+    excess = np.maximum(variances - moderated, 0)
+    together = np.where(trained, np.minimum(prior + freedom, total), 1.0)
     part = excess / np.where(excess > 0, moderated + excess, 1)
     together = 1 / ((1 - part) ** 2 / together + part**2 / freedom)
     return np.where(trained, moderated + excess, 0.0), np.where(trained, together, np.inf)

@@ -136,6 +136,8 @@ def test_equal_spreads_share_everything_and_a_base_has_no_part() -> None:
     moderated, freedom = shared(variances, counts)
     assert moderated.tolist() == pytest.approx([2, 2, 2, 0])
     assert freedom.tolist() == pytest.approx([5, 5, 5, np.inf]), "two of its own, and half of all six"
+    with np.errstate(divide="raise", invalid="raise"):
+        assert shared(np.zeros(3), np.ones(3))[1].tolist() == [np.inf] * 3, "models alone"
 
 
 def test_the_sets_of_equalities_that_can_be_true() -> None:
