@@ -105,6 +105,7 @@ def tokenizer_for(model_type: str) -> PreTrainedTokenizerFast:
     # Without a name of their own, as those of Gemma 3, Llama and Phi-3 are published.
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
     tokenizer.chat_template = template_of(model_type)
+    tokenizer.family = model_type  # as load_processor sets it
     return tokenizer
 
 
