@@ -75,3 +75,15 @@ def test_the_readme_is_short() -> None:
 def test_the_readme_links_every_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [page.name for page in DOCUMENTS[2:] if f"(docs/{page.name})" not in readme] == []
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [path for path in sorted(ROOT.glob("stages/*/*/")) if list(path.glob("*.py")) and "kit" in path.parts],
+    ids=lambda path: path.name,
+)
+def test_architecture_names_every_module_in_its_folders_row(folder: Path) -> None:
+    rows = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines()
+    row = next(row for row in rows if row.startswith(f"| `{folder.relative_to(ROOT)}/` |")).lower()
+    modules = {path.stem.removesuffix("_internals") for path in folder.glob("*.py")} - {"__init__"}
+    assert [module for module in sorted(modules) if not re.search(rf"\b{module}\b", row)] == []

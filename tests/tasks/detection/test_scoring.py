@@ -13,7 +13,7 @@ from PIL import Image
 from stages.tasks.detection.samples.boxes import Box, encode_boxes
 from stages.tasks.detection.samples.records import DetectionRecord
 from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, TRUTH_COLOUR, draw_prediction
-from stages.tasks.detection.scoring.figures import failure, matched_ious, pairwise_iou, score
+from stages.tasks.detection.scoring.metrics import failure, matched_ious, pairwise_iou, score
 from tests.kit.data.images import png
 from tests.tasks.detection.rows import record
 
