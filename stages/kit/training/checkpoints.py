@@ -132,7 +132,8 @@ def damage(checkpoint: Path) -> str | None:
     path = checkpoint / MANIFEST
     try:
         manifest = _manifest(checkpoint)
-        digests, best = manifest["sha256"], manifest.get("best")
+        digests, best = manifest["sha256"], manifest["best"]
+        needed = checkpoint if best is None else checkpoint.with_name(_name_of(best))
         for name, digest in digests.items():
             path = checkpoint / name
             if file_digest(path) != digest:
@@ -141,7 +142,6 @@ def damage(checkpoint: Path) -> str | None:
         return f"{path} is damaged, or {checkpoint.name}/{MANIFEST} is: {error}"
     if not digests:
         return f"{path} is damaged: {checkpoint.name}/{MANIFEST} names no file"
-    needed = checkpoint.with_name(_name_of(best)) if best is not None else checkpoint
     return damage(needed) if needed != checkpoint else None
 
 
