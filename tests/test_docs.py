@@ -85,5 +85,5 @@ def test_the_readme_links_every_page() -> None:
 def test_architecture_names_every_module_in_its_folders_row(folder: Path) -> None:
     rows = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines()
     row = next(row for row in rows if row.startswith(f"| `{folder.relative_to(ROOT)}/` |")).lower()
-    modules = {path.stem.removesuffix("_internals") for path in folder.glob("*.py")} - {"__init__"}
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert [module for module in sorted(modules) if not re.search(rf"\b{module}\b", row)] == []
