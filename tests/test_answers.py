@@ -64,7 +64,7 @@ def test_a_row_of_answers_has_the_scorers_figures_in_both_forms() -> None:
         metrics, rows = results(name)
         answers = metrics.pop("answers")
         assert answers == f"data/{read_params()['baselines'][name]['base']}"
-        assert metrics == expected
+        assert {name: value for name, value in metrics.items() if not name.startswith("failure_")} == expected
         figures = [key for key in rows[0] if key not in ("text", "problem")]
         assert [[row[key] for key in figures] for row in rows] == [
             [row[key] for key in figures] for row in expected_rows
