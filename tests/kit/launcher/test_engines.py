@@ -392,11 +392,12 @@ def test_engine_chosen_by_name_is_that_or_none(docker: Path, workspace: Path, mo
 
 
 def test_client_like_dockers_is_recorded_by_its_own_name(clients: Path, workspace: Path) -> None:
-    install(clients, "nerdctl", "podman")
-    assert [ContainerEngine.find(name, workspace, "cpu").name for name in ("nerdctl", "podman")] == [
-        "nerdctl",
-        "podman",
-    ]
+    own = ["nerdctl", "podman", "podman-remote"]
+    install(clients, *own)
+    assert [ContainerEngine.find(name, workspace, "cpu").name for name in own] == own
+    (clients / "docker").write_text(f"{CLIENT}\n# exec podman")  # a script of the package podman-docker
+    (clients / "docker").chmod(0o755)
+    assert ContainerEngine.find("docker", workspace, "cpu").name == "podman"
 
 
 def test_clone_finds_apptainers_image_beside_its_venv(clients: Path, workspace: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from stages.core.errors import UserError
 from stages.kit.launcher.apptainer import digest_path, sif_path
+from stages.kit.launcher.engines import CONTAINER_ENGINES
 from stages.kit.launcher.images import image_reference, read_pins
 from tests import ROOT
 from tools.image import __main__ as build
@@ -102,7 +103,7 @@ def test_unusable_docker_is_refused(machine: Path, has: list[str], environment: 
 def test_missing_engine_is_named(machine: Path) -> None:
     for name in ("docker", "apptainer"):
         (machine / name).unlink()
-    with pytest.raises(UserError, match="no docker or podman or apptainer is on the PATH"):
+    with pytest.raises(UserError, match=f"no {' or '.join(CONTAINER_ENGINES)} is on the PATH"):
         build.find_engine(None)
 
 
