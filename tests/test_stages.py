@@ -78,7 +78,11 @@ def test_a_run_leaves_its_metrics_predictions_examples_curves_and_report(finishe
         ):
             assert isinstance(metrics[figure], int | float), figure
         assert pq.read_table(run_dir / "predictions.parquet").num_rows == 5
-        assert {path.name.split("-")[0] for path in (run_dir / "examples").iterdir()} == {"best", "worst", "random"}
+        failures = {
+            name.removeprefix("failure_") for name, value in metrics.items() if value and name.startswith("failure_")
+        }
+        shown = {path.name.split("-")[0] for path in (run_dir / "examples").iterdir()}
+        assert shown == {"best", "worst", "random", *failures}
     training_dir = finished / "data/runs/r1-llm-only/training"
     assert read(training_dir / "training.json")["num_steps"] == 3
     assert len((training_dir / "trace.csv").read_text().splitlines()) == 1 + 3
@@ -307,7 +311,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_or_lowered(worksp
         ("plan", "r1", {}, "no recipe is called 'r1'"),
         ("plan", "r1-llm-only", {"max_length": 9}, "more than max_length 9"),
         ("train", "r4-joint", {}, "dvc repro -f -s plan@r4-joint"),
-        ("evaluate", "r4-joint", {}, "dvc repro merge@r4-joint"),
+        ("evaluate", "r4-joint", {}, "dvc repro -f -s plan@r4-joint"),
     ],
 )
 def test_a_missing_name_or_step_and_a_setting_that_cannot_be_trained_are_refused(
