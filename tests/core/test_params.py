@@ -189,10 +189,14 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
             f"{R1}.validation.score_samples: 0",
         ),
         # Profiles
-        ({f"{TINY}.memory.attn": "flash_attention_2"}, f"{TINY}.memory: "),
+        ({f"{TINY}.memory.attn": "flash_attention_2"}, f"{TINY}.memory.attn: flash_attention_2 needs"),
+        ({f"{TINY}.memory.optimizer": "adamw_8bit"}, f"{TINY}.memory.optimizer: adamw_8bit needs device.kind: cuda"),
         ({f"{TINY}.memory.placement": "balanced"}, f"{TINY}.memory.placement: "),
         ({f"{TINY}.device.count": 2}, f"{TINY}.memory.placement: single with device.count 2"),
-        ({**SHARDED, f"{TINY}.memory.optimizer": "paged_adamw_8bit"}, f"{TINY}.memory.optimizer: "),
+        (
+            {**SHARDED, f"{TINY}.memory.optimizer": "adamw_8bit"},
+            f"{TINY}.memory.optimizer: adamw_8bit cannot be sharded",
+        ),
         ({**SHARDED, f"{TINY}.memory.quantization": None}, f"{TINY}.memory.quantization: "),
         ({f"{TINY}.images.min_pixels": 10**9}, f"{TINY}.images.min_pixels: "),
         ({f"{TINY}.evaluation.max_length": 1}, f"{TINY}.evaluation.max_length: "),

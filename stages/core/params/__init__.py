@@ -19,6 +19,8 @@ from stages.core.params.schema import (
     BaselineParams,
     BuildParams,
     DatasetParams,
+    DeviceParams,
+    MemoryParams,
     Params,
     PartsParams,
     ProfileParams,
@@ -146,26 +148,32 @@ def _router_labels(here: str, recipe: RecipeParams, root: str, params: Params) -
 
 def _profile(here: str, profile: ProfileParams) -> Problems:
     memory, device, evaluation = profile.memory, profile.device, profile.evaluation
-    optimizer = OPTIMIZERS[memory.optimizer]
+    yield from _memory(f"{here}.memory", memory, device)
     if profile.images and profile.images.min_pixels > profile.images.max_pixels:
         yield f"{here}.images.min_pixels", "larger than max_pixels"
-    if device.kind == "cpu" and (memory.attn == "flash_attention_2" or optimizer.needs_gpu):
-        yield f"{here}.memory", "flash attention and 8-bit optimizers need device.kind: cuda"
-    if device.kind == "cpu" and memory.placement == "balanced":
-        yield f"{here}.memory.placement", "balanced needs several CUDA devices"
-    if memory.placement == "sharded" and not optimizer.shardable:
-        yield f"{here}.memory.optimizer", "an 8-bit optimizer cannot be sharded; take adamw_torch_fused"
-    if memory.placement == "sharded" and memory.quantization != "none":
-        yield f"{here}.memory.quantization", "nf4 weights cannot be sharded; set it to none, or take placement ddp"
-    if (device.total > 1) != (memory.placement != "single") or (device.nodes > 1 and memory.placement == "balanced"):
-        nodes = f" on each of {device.nodes} nodes" if device.nodes > 1 else ""
-        yield f"{here}.memory.placement", f"{memory.placement} with device.count {device.count}{nodes}"
     if evaluation.max_length is not None and evaluation.max_length <= evaluation.max_new_tokens:
         yield f"{here}.evaluation.max_length", "not more than max_new_tokens, which leaves no room for the question"
     if evaluation.batch_size == "auto" and device.kind == "cuda" and not (device.memory_gb or device.card):
         yield f"{here}.evaluation.batch_size", "auto needs device.memory_gb or device.card"
     for name, dataset in profile.datasets.items():
         yield from _dataset(f"{here}.datasets.{name}", dataset, profile.datasets)
+
+
+def _memory(here: str, memory: MemoryParams, device: DeviceParams) -> Problems:
+    optimizer = OPTIMIZERS[memory.optimizer]
+    if device.kind == "cpu" and memory.attn == "flash_attention_2":
+        yield f"{here}.attn", "flash_attention_2 needs device.kind: cuda"
+    if device.kind == "cpu" and optimizer.needs_gpu:
+        yield f"{here}.optimizer", f"{memory.optimizer} needs device.kind: cuda"
+    if device.kind == "cpu" and memory.placement == "balanced":
+        yield f"{here}.placement", "balanced needs several CUDA devices"
+    if memory.placement == "sharded" and not optimizer.shardable:
+        yield f"{here}.optimizer", f"{memory.optimizer} cannot be sharded; take adamw_torch_fused"
+    if memory.placement == "sharded" and memory.quantization != "none":
+        yield f"{here}.quantization", "nf4 weights cannot be sharded; set it to none, or take placement ddp"
+    if (device.total > 1) != (memory.placement != "single") or (device.nodes > 1 and memory.placement == "balanced"):
+        nodes = f" on each of {device.nodes} nodes" if device.nodes > 1 else ""
+        yield f"{here}.placement", f"{memory.placement} with device.count {device.count}{nodes}"
 
 
 def _dataset(here: str, dataset: DatasetParams, datasets: dict[str, DatasetParams]) -> Problems:

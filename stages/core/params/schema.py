@@ -40,7 +40,7 @@ OPTIMIZERS: dict[Optimizer, OptimizerTraits] = {
     "adamw_8bit": OptimizerTraits(8, needs_gpu=True, shardable=False, paged=False, smaller="paged_adamw_8bit"),
     "paged_adamw_8bit": OptimizerTraits(8, needs_gpu=True, shardable=False, paged=True, smaller=None),
 }
-"""Keys are the names in transformers' TrainingArguments.optim."""
+"""Keys are the names in transformers' TrainingArguments.optim, each above its `smaller`."""
 
 Positive = Annotated[int, Field(ge=1, le=10**9)]
 """A count of a run: samples, steps, pixels, minutes. The limits here and below are above every sensible value, and
@@ -158,7 +158,7 @@ class MemoryParams:
     """torch's allocator on a GPU maps memory page by page, which leaves hardly any gaps."""
     placement: Literal["single", "ddp", "sharded", "balanced"] = "single"
     """single: one process on one device. ddp: one process a device, each with the whole model. sharded: one process a
-    device, each with its share of every weight, gradient and optimizer state (no nf4, no 8-bit optimizer). balanced:
+    device, each with its share of every weight, gradient and optimizer state (no nf4; a shardable optimizer). balanced:
     one process with the layers spread over the devices."""
     features_gb: Annotated[float, Field(ge=0, le=1e12)] = 50.0
     """Disk for image features, in GB: if vision tower and projector are frozen, features are computed once and kept in

@@ -44,6 +44,14 @@ def log_of(trainer: RecipeTrainer) -> list[dict[str, float]]:
     ]
 
 
+class Killed(BaseException):
+    """Nothing catches it."""
+
+
+def kill() -> None:
+    raise Killed
+
+
 class At(TrainerCallback):
     """Calls a function after a step, before it is saved."""
 

@@ -21,13 +21,10 @@ from stages.kit.training.checkpoints import (
     remove_finished,
 )
 from tests import ROOT
+from tests.kit.training.small import Killed
 
 THIS, OTHER, THIRD = {"code": "1", "data": "2"}, {"code": "9", "data": "2"}, {"code": "7", "data": "2"}
 FILES = {"weights": b"0123456789" * 9, "state": b"{}", "empty": b""}
-
-
-class Killed(BaseException):
-    """Nothing catches it."""
 
 
 def save(checkpoints: Checkpoints, *steps: int) -> None:

@@ -52,7 +52,7 @@ from stages.kit.training.trainer import Curves, RecipeTrainer
 from stages.kit.training.validation import Validator, choose_samples
 from tests.kit.mixture.dense import conversation, save_base, save_expert, set_routers
 from tests.kit.training import two_processes
-from tests.kit.training.small import At, log_of, plan_for, validation, weights
+from tests.kit.training.small import At, Killed, kill, log_of, plan_for, validation, weights
 from tests.tiny_families import save_tiny_family
 
 EVERY_STEP = CheckpointParams(every_minutes=None, every_steps=1)
@@ -73,14 +73,6 @@ FAMILY = plan_for("amr-ptr", quantization="none", max_length=4096, lora=ALL_LINE
 SAMPLES = [conversation(f"Question {'so then ' * (number % 5)}{number}?", f"{number}.") for number in range(8)]
 
 Build = Callable[[Plan], RecipeTrainer]
-
-
-class Killed(BaseException):
-    """Nothing catches it."""
-
-
-def kill() -> None:
-    raise Killed
 
 
 def request_end() -> None:
@@ -211,9 +203,7 @@ def test_validation_changes_nothing_else_and_a_killed_training_has_the_same_curv
 ) -> None:
     validated = text_workplace(text_dir, tmp_path / "validated").train(VALIDATED, ON_SIGNALS)
     assert [entry["step"] for entry in validated.log if "eval_loss" in entry] == [1, 2, 3, 4]
-    assert (
-        validated.curves["validation/loss.tsv"].count("\n") == validated.curves["validation/score.tsv"].count("\n") == 5
-    )
+    assert all(validated.curves[f"validation/{name}.tsv"].count("\n") == 5 for name in ("loss", "score"))
     for step in (2, 3, 3):
         workplace.interrupt(VALIDATED, at=At(step, kill))
     workplace.train(VALIDATED).assert_same(validated)
