@@ -131,7 +131,7 @@ def test_changes_are_in_the_plans_words() -> None:
         "quantization none -> nf4",
     ]
     replicated = plan_with(1, 8, replicas=2, optimizer="adamw_torch_fused", gradient_checkpointing=True)
-    assert rung_changes(replicated)[0] == "placement ddp over 2 -> sharded over 2"
+    assert "placement ddp over 2 -> sharded over 2" in rung_changes(replicated)
 
 
 @pytest.mark.parametrize(
