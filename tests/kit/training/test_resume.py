@@ -489,14 +489,11 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert path.stat().st_size < 1.5 * table.nbytes + 20_000, "the table is there once, and the view on its own"
 
 
-def paged_optimizer() -> tuple[Any, torch.nn.Parameter]:
-    weight = torch.nn.Parameter(torch.ones(128, 64))  # fewer than 4,096 weights would have moments of 32 bits
-    return PagedAdamW8bit([weight]), weight
-
-
 def test_moments_of_a_paged_optimizer_stay_in_managed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes' own loading would put them on the GPU."""
-    (before, weight), (after, other) = (paged_optimizer() for _ in range(2))
+    # Fewer than 4,096 weights would have moments of 32 bits.
+    weight, other = (torch.nn.Parameter(torch.ones(128, 64)) for _ in range(2))
+    before, after = (PagedAdamW8bit([each]) for each in (weight, other))
     before.init_state(before.param_groups[0], weight, 0, 0)
     moments = [before.state[weight][name].random_(256).clone() for name in ("state1", "state2")]
     buffers: list[torch.Tensor] = []
