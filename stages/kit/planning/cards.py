@@ -1,9 +1,10 @@
 """NVIDIA's cards as plans see them, without one being there: memory, multiprocessors, arithmetic and power.
 
-Memory is the least that CUDA offered as a card's total in torch's public out-of-memory messages, e.g. "a total capacity
-of 44.40 GiB" of an L40: ECC takes a sixteenth of GDDR6, the driver some hundred MiB. The rest is from NVIDIA's data
-sheets and, for GeForce and RTX cards, from its architecture whitepapers (GA102, Ada, RTX Blackwell, RTX PRO Blackwell,
-Turing), A10G from AWS's data sheet. None of it is measured here.
+Memory of L40, A10, A30, A100 and RTX PRO 6000 is the least that torch's public out-of-memory messages name as a card's
+total, e.g. "a total capacity of 44.40 GiB" of an L40: ECC takes a sixteenth of GDDR6, the driver some hundred MiB. That
+of the others follows the same rule, and no such message was found. Multiprocessors, arithmetic and power are those of
+NVIDIA's data sheets and architecture whitepapers, written down without looking each up again. Nothing is measured here:
+`make gpu` shows what a card reports.
 """
 
 from __future__ import annotations
