@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
@@ -80,13 +81,25 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
     fix: the command that makes the file again, for the UserError that is raised if it is missing or damaged.
     """
     try:
-        return read_yaml(kind, path) if path.suffix == ".yaml" else _adapter(kind).validate_json(path.read_bytes())
+        content = _plain_content(path)
+        if path.suffix == ".yaml":
+            return parse(kind, parse_yaml(content))
+        return _adapter(kind).validate_json(content)
     except OSError as error:
         raise UserError(f"{_unread(path, error)}; rebuild it with: {fix}") from None
     except Unreadable as error:
         raise damaged(path, {"the file": str(error)}, fix=fix) from None
     except ValidationError as error:
         raise damaged(path, problems(error, kind), fix=fix) from None
+
+
+def _plain_content(path: Path) -> bytes:
+    """The content of a plain file, no longer than its size says: a pipe, a device and files of /proc may never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise Unreadable("no plain file")
+    with path.open("rb") as file:
+        return file.read(status.st_size)
 
 
 def read_settings(kind: type[T], path: Path, *, hint: str = "", changes: Iterable[str] = ()) -> T:

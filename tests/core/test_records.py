@@ -16,7 +16,16 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from stages.core.errors import UserError
-from stages.core.records import Record, Unreadable, parse_json, problems, publish_text, published, read_yaml
+from stages.core.records import (
+    Record,
+    Unreadable,
+    parse_json,
+    problems,
+    publish_text,
+    published,
+    read_record,
+    read_yaml,
+)
 from tests.damage import TEXTS, VALUES, damaged_bytes, quick
 
 
@@ -36,6 +45,22 @@ YAML_PIECES = [
     *("...\n", "'", '"', "\\", "\\UFFFFFFFF", "\\0", "\\ud800", "~", "1e5", "0x", "1_", "+.inf", ".nan", "2020-99-01"),
     *("\0", "\x85", "é", "@", "=", "true", "\r\n", "\N{BYTE ORDER MARK}", "9" * 5000, "0x" + "f" * 5000),
 ]
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_record_that_never_ends_is_refused(suffix: str, tmp_path: Path) -> None:
+    pipe, endless = tmp_path / f"pipe.{suffix}", tmp_path / f"endless.{suffix}"
+    os.mkfifo(pipe)
+    endless.symlink_to("/proc/self/pagemap")
+    writer = os.open(pipe, os.O_RDWR)  # so that whoever opens it is not kept waiting, and reading fails the test
+    os.write(writer, b"{}")
+    try:
+        with pytest.raises(UserError, match="no plain file"):
+            read_record(dict, pipe, fix="make it")
+    finally:
+        os.close(writer)
+    with pytest.raises(UserError, match="is damaged"):
+        read_record(dict, endless, fix="make it")
 
 
 @given(content=st.lists(st.sampled_from(YAML_PIECES), max_size=20).map("".join) | st.text() | st.binary())

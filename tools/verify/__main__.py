@@ -278,6 +278,8 @@ def check_records(findings: Findings, lineages: Mapping[Path, Lineage]) -> int:
 
 def _digest(path: str, lineages: Mapping[Path, Lineage]) -> str | None:
     """The content of a path that is here; a model folder's only if it is intact."""
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        return None  # of no stage; it may be a file of the machine that never ends
     with suppress(UserError, OSError):
         if Path(path) in lineages or not (Path(path) / LINEAGE_FILE).exists():
             return content_digest(Path(path))
@@ -291,8 +293,14 @@ def report_published(folder: Path, key: Path | None) -> int:
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    named = _named_key(key, folder)
-    checked = check_published(folder, key)
+    try:
+        named = _named_key(key, folder)
+        checked = check_published(folder, key)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a hostile folder or key may make any library raise anything
+        why = printable(f"{type(error).__name__}: {error}")
+        raise UserError(f"{folder} cannot be verified: {' '.join(why.split())[:300]}") from None
     unknown = "" if checked.key in named else f"signed by a key you have not named: {checked.key or 'not read'}\n"
     if checked.problems:
         for problem in checked.problems:
@@ -321,14 +329,27 @@ def _named_key(key: Path | None, folder: Path) -> dict[str, str]:
     from stages.kit.publishing.signing import fingerprint  # imports cryptography
 
     own = Path(".bakeoff/signing/key.pem")
-    if key is not None and key.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{key} came with the folder, and whoever changed that can have changed the key; name another")
     if key is None:
         return {fingerprint(own): "this workspace's own key"} if own.is_file() else {}
+    if _came_with(folder, key):
+        raise UserError(f"{key} came with the folder, and whoever changed that can have changed the key; name another")
     try:
+        if b"PRIVATE KEY" in key.read_bytes():
+            raise UserError(f"{key} is a private key, which a check needs not; name the public key of its owner")
         return {fingerprint(key): f"the key {key}"}
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UserError(f"{key} is no public key in PEM: {error}") from None
+
+
+def _came_with(folder: Path, key: Path) -> bool:
+    """Whether the key is a file of the folder, or a link that it is reached by lies there."""
+    places = [Path(os.path.abspath(key))]  # noqa: PTH100  # resolve() would follow the links
+    while places[-1].is_symlink() and len(places) <= 40:
+        places.append(Path(os.path.abspath(places[-1].parent / places[-1].readlink())))  # noqa: PTH100
+    places.append(key.resolve())
+    if any(above.exists() and above.samefile(folder) for place in places for above in place.parents):
+        return True
+    return key.is_file() and any(path.is_file() and path.samefile(key) for path in folder.rglob("*"))
 
 
 def _files(output: Path) -> Iterator[Path]:

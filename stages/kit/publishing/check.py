@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import UserError
+from stages.core.given_files import stays_inside
 from stages.core.lineage import Lineage, combined_digest, file_digests, read_lineage, short
 from stages.core.provenance import Provenance
 from stages.core.records import parse, parse_json, parse_yaml, yaml_text
@@ -133,10 +134,13 @@ def _signed_files(folder: Path) -> dict[str, Path]:
 
 
 def _unusual(folder: Path, paths: Mapping[str, Path]) -> Iterator[Problem]:
-    """Files that are missing, and pipes, broken links and links to folders, which a loader would follow."""
+    """Files that are missing, and pipes, broken links, links to folders and links out of the folder, which a loader
+    would follow."""
     for name, path in paths.items():
         if not path.is_file():
             yield name, "is no plain file"
+        elif path.is_symlink() and not stays_inside(path, folder):
+            yield name, "is a link that leads out of the folder"
     for name in (CARD_FILE, LINEAGE, CERTIFICATE, METRICS, PLAN, STATEMENT_FILE, KEY_FILE, SIGNATURE_FILE):
         if name not in paths:
             yield name, "is no plain file" if (folder / name).exists() else "is missing"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ed25519
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -26,7 +26,7 @@ from stages.core.records import read_yaml
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan
 from stages.kit.publishing.check import CARD_FILE, CERTIFICATE, LINEAGE, METRICS, MODEL, PLAN, check_published
-from stages.kit.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, fingerprint
+from stages.kit.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, fingerprint, signing_key
 from tests.damage import damaged_bytes, damaged_tree, nested, quick
 from tests.made_up_publication import RUN, made_up_publication, records_in, sign_again
 from tools.verify.__main__ import UNKNOWN_KEY, main
@@ -81,6 +81,33 @@ def test_only_a_named_key_makes_a_folder_good(copy: Path, tmp_path: Path) -> Non
     no_key.write_text("")
     assert "is no public key in PEM" in verify(copy, no_key).output
     assert "came with the folder" in verify(copy, copy / KEY_FILE).output
+
+
+def test_a_key_that_came_with_the_folder_by_a_link_is_not_a_named_one(copy: Path, tmp_path: Path) -> None:
+    theirs = Path(shutil.move(copy / KEY_FILE, tmp_path / "theirs.pem"))
+    (copy / KEY_FILE).symlink_to("../theirs.pem")
+    (tmp_path / "outside.pem").symlink_to(copy / KEY_FILE)
+    (tmp_path / "other way").symlink_to(copy)
+    for key in (copy / KEY_FILE, theirs, tmp_path / "outside.pem", tmp_path / "other way" / KEY_FILE):
+        assert "came with the folder" in verify(copy, key).output
+    assert f"{KEY_FILE}: is a link that leads out of the folder" in verify(copy).output
+
+
+def test_a_private_or_damaged_key_is_refused_by_name(copy: Path, tmp_path: Path) -> None:
+    own = signing_key(tmp_path / ".bakeoff/signing")
+    encrypted = tmp_path / "encrypted.pem"
+    encrypted.write_bytes(
+        ec.generate_private_key(ec.SECP256R1()).private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
+        )
+    )
+    for key in (own, encrypted):
+        assert f"{key} is a private key" in verify(copy, key).output
+    for damage in (encrypted.read_text(), own.read_text()[:60], "-----BEGIN PRIVATE KEY-----"):
+        own.write_text(damage)
+        result = verify(copy)
+        assert result.exit_code == 1
+        assert "cannot be verified: " in result.output, result.exc_info
 
 
 def test_a_flipped_byte_in_any_file_is_found_and_the_file_named(published: Path, copy: Path) -> None:
@@ -323,6 +350,7 @@ STRANGE: dict[str, Callable[[Path], object]] = {
     "link to nowhere": lambda path: path.symlink_to("nowhere"),
     "link to itself": lambda path: path.symlink_to(path),
     "link to a folder": lambda path: path.symlink_to("/etc"),
+    "link to what never ends": lambda path: path.symlink_to("/proc/self/pagemap"),
     "nothing": lambda path: None,
     "empty": lambda path: path.touch(),
     "deep": lambda path: path.write_text(json.dumps(nested(900)) * 20),

@@ -208,6 +208,15 @@ def test_a_record_of_other_outputs_is_found(unknown_to_dvc: Path) -> None:
     assert problem.startswith(f"records {TRAINED} with content 222222222222, which now has ")
 
 
+def test_files_outside_the_workspace_that_a_record_names_are_not_read(unknown_to_dvc: Path) -> None:
+    outside = unknown_to_dvc.parent / "outside"
+    outside.write_text("x")
+    record = json.loads(Path(RECORD).read_text())
+    record["inputs"] |= {str(outside): "2" * 64, "../outside": "2" * 64}
+    Path(RECORD).write_text(json.dumps(record))
+    assert findings() == {}
+
+
 def test_only_what_is_there_is_checked(workspace: Path) -> None:
     shutil.rmtree(MERGED)
     Path(CERTIFICATE).unlink()
