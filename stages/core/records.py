@@ -25,7 +25,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.reader import ReaderError
 
-from stages.core.errors import UserError, join_truncated
+from stages.core.errors import UserError, join_truncated, listed
 
 MAX_SHOWN_CHARS = 80
 
@@ -209,10 +209,10 @@ def _refuse_depth_and_anchors(content: bytes | str) -> None:
 
 
 def refusal(path: Path, found: Mapping[str, str] | Iterable[tuple[str, str]]) -> UserError:
-    """The error for a file that a person wrote. found: all problems by dotted path; each gets a line of its own."""
+    """The error for a file that a person wrote. found: all problems by dotted path; the first ones get a line each."""
     lines = [f"{where}: {problem}" for where, problem in (found.items() if isinstance(found, Mapping) else found)]
-    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-    return UserError("\n  ".join([f"{path} has {count}:", *lines]))
+    count = "1 problem" if len(lines) == 1 else f"{len(lines):,} problems"
+    return UserError(f"{path} has {count}:\n{listed(lines)}")
 
 
 def damaged(path: Path, found: Mapping[str, str], *, fix: str) -> UserError:

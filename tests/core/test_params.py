@@ -155,6 +155,19 @@ def test_all_values_that_are_wrong_alone_are_reported_at_once_with_the_nearest_k
     assert f"{R1}.epoch: unknown key (did you mean 'epochs'?)" in message
 
 
+def test_of_very_many_problems_the_first_are_shown(tmp_path: Path) -> None:
+    lines = refusal(RAW | {f"unknown{n}": 1 for n in range(1200)}, tmp_path).splitlines()
+    assert lines[0].endswith("params.yaml has 1,200 problems:")
+    assert len(lines) == 1 + 50 + 1
+    assert lines[-1] == "  and 1,150 more"
+
+
+@pytest.mark.parametrize("project", ["a\0b", "a\n", "\x1b[2J", "\x9b", "a" * 129])
+def test_a_tracked_project_is_a_short_name_without_control_characters(project: str, tmp_path: Path) -> None:
+    assert load(changed({"tracking.project": "Größe, 2. Versuch"}), tmp_path).tracking.project == "Größe, 2. Versuch"
+    assert "\n  tracking.project: string should " in refusal(changed({"tracking.project": project}), tmp_path)
+
+
 NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
 SHARDED = {f"{TINY}.memory.placement": "sharded"}
 

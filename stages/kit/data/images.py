@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from stages.core.records import shown
 from stages.kit.data.near import Description, describe_image
@@ -40,9 +40,20 @@ program (Ghostscript for EPS)."""
 MAX_SCANS = 100
 """Limit of a JPEG's scans, each of which costs a pass over all pixels. Encoders write about ten."""
 MAX_IMAGE_PIXELS = 64_000_000
-"""Default limit of an image's pixels: more than most cameras make, and 0.6 GB to decode."""
+"""Default limit of an image's pixels: more than most cameras make. Reading so many was measured to take 1.0 GB: of
+an animated WebP, which can be a file of 142 bytes."""
 MAX_ASPECT = 200
 """The image processor refuses longer images (smart_resize in transformers/models/qwen2_vl)."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""Turns that undo an EXIF orientation. 1 is upright; values beyond 8 are not in the standard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +97,7 @@ class ImageRecord:
 def parse_image(row: Mapping[str, Any], max_pixels: int) -> tuple[dict[str, Any], list[str]]:
     """The fields of an ImageRecord from image_id and image.bytes of a raw row, and their problems.
 
-    max_pixels: an image with more is refused before it is decoded.
+    max_pixels: an image with more is refused before it is decoded, and so is one of more than MAX_ASPECT.
     The bytes stay as they are unless the image has to be turned; then they are a JPEG of quality 95 without chroma
     subsampling, so that annotations of fine lines still fit.
     """
@@ -105,11 +116,6 @@ def parse_image(row: Mapping[str, Any], max_pixels: int) -> tuple[dict[str, Any]
             sha256 = hashlib.sha256(struct.pack("<II", width, height) + upright.tobytes()).hexdigest()
     except ValueError as error:
         return {}, [*problems, str(error)]
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        problems.append(
-            f"the image of {shown(image_id)} is {width} x {height} pixels: one side is more than {MAX_ASPECT} times "
-            "the other, which no model here takes"
-        )
     fields = {"image_id": image_id, "image": encoded, "width": width, "height": height, "sha256": sha256}
     fields["look"] = describe_image(upright)
     return fields, problems
@@ -161,18 +167,27 @@ def num_scans(encoded: bytes) -> int:
     return scans
 
 
+def _refuse_size(size: tuple[int, int], max_pixels: int) -> None:
+    width, height = size
+    if math.prod(size) > max_pixels:
+        raise ValueError(f"{width} x {height} pixels, more than max_image_pixels, {max_pixels:,}")
+    if max(size) > MAX_ASPECT * min(size):
+        raise ValueError(
+            f"{width} x {height} pixels: one side is more than {MAX_ASPECT} times the other, which no model here takes"
+        )
+
+
 def _upright(encoded: bytes, max_pixels: int) -> tuple[bytes, Image.Image]:
     """Decode an image in full and undo its EXIF orientation: (encoded, decoded). Raises one of DECODING_ERRORS."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a large photograph is none; errors remain
         with _open(encoded) as opened:
-            if math.prod(opened.size) > max_pixels:
-                width, height = opened.size
-                raise ValueError(f"{width} x {height} pixels, more than max_image_pixels, {max_pixels:,}")
-            # 1 is upright; values beyond 8 are not in the standard.
-            if opened.getexif().get(ExifTags.Base.Orientation) not in range(2, 9):
+            _refuse_size(opened.size, max_pixels)
+            turn = _TURNS.get(opened.getexif().get(ExifTags.Base.Orientation, 1))
+            if turn is None:
                 return encoded, opened.convert("RGB")
-            turned = ImageOps.exif_transpose(opened).convert("RGB")
+            # ImageOps.exif_transpose writes the other tags again, and fails if one is of another type than its own.
+            turned = opened.transpose(turn).convert("RGB")
     buffer = io.BytesIO()
     turned.save(buffer, "JPEG", quality=95, subsampling=0)
     return buffer.getvalue(), turned

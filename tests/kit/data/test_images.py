@@ -1,11 +1,13 @@
+import hashlib
 import io
 import re
+import struct
 import zlib
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile
+from PIL import ExifTags, Image, ImageFile, ImageOps
 
 from stages.kit.data.images import MAX_IMAGE_PIXELS, MAX_SCANS, ImageRecord, num_scans, parse_image
 from stages.kit.data.near import describe_image, near_duplicates
@@ -43,7 +45,7 @@ def test_an_upright_image_keeps_its_bytes() -> None:
         ({"image": {"bytes": saved("EPS")}}, "none of JPEG, PNG"),  # Pillow would start Ghostscript
         ({"image": {"bytes": saved("TIFF")}}, "none of JPEG, PNG"),  # whose tiles may be larger than the image
         ({"image": {"bytes": patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300]}}, "unreadable image: .*truncated"),
-        ({"image": {"bytes": png(size=(805, 4))}}, "image of 'a' is 805 x 4 pixels: .* more than 200 times"),
+        ({"image": {"bytes": png(size=(805, 4))}}, "unreadable image: 805 x 4 pixels: .* more than 200 times"),
         ({"image": {"bytes": saved("PNG", mode="I;16")}}, "greyscale pixels of more than 8 bits .*I;16"),
     ],
 )
@@ -54,7 +56,7 @@ def test_a_row_without_a_whole_image_is_reported(row: dict[str, Any], problem: s
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PNG of a few kilobytes can be one of gigabytes."""
-    row = {"image": {"bytes": png(size=(40, 30))}}
+    row, long = {"image": {"bytes": png(size=(40, 30))}}, {"image": {"bytes": png(size=(1, 201))}}
     assert problems(row, 1200) == []
     bomb = bytearray(png())
     bomb[16:24] = (13_000).to_bytes(4) * 2  # width and height in its header
@@ -65,6 +67,24 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch
     assert problems({"image": {"bytes": bytes(bomb)}}) == [
         "unreadable image: 13000 x 13000 pixels, more than max_image_pixels, 64,000,000"
     ]
+    assert "1 x 201 pixels: one side is more" in problems(long)[0]
+
+
+@pytest.mark.parametrize("orientation", range(1, 10))
+def test_an_image_is_turned_as_pillow_does_whatever_its_other_tags_are(orientation: int) -> None:
+    noise = Image.fromarray(np.random.default_rng(7).integers(0, 256, (4, 6, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    buffer = io.BytesIO()
+    noise.save(buffer, "JPEG", exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(buffer))
+    entries = struct.pack(">HHIHH", 0x112, 3, 1, orientation, 0) + struct.pack(">HHI4s", 0x11A, 2, 2, b"a")
+    tags = b"Exif\0\0MM\0*" + struct.pack(">IH", 8, 2) + entries + bytes(4)  # the resolution is text
+    buffer = io.BytesIO()
+    noise.save(buffer, "JPEG", exif=tags)
+    found = parsed(buffer.getvalue())
+    assert (found.width, found.height) == expected.size
+    assert found.sha256 == hashlib.sha256(struct.pack("<II", *expected.size) + expected.tobytes()).hexdigest()
 
 
 def with_scans(count: int) -> bytes:

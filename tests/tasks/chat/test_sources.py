@@ -169,7 +169,7 @@ WRONG: list[tuple[Any, list[str]]] = [
     (with_image({"bytes": "x"}), ["image 1 is {'bytes': 'x'}"]),
     (with_image("a.png", "bad.png"), ["image 2: unreadable image"]),
     (with_image("bomb.png"), ["image 1: unreadable image: 10000 x 9000 pixels, more than max_image_pixels"]),
-    (with_image("long.png"), ["image 1: the image of 'long.png' is 900 x 2 pixels"]),
+    (with_image("long.png"), ["image 1: unreadable image: 900 x 2 pixels: one side is more"]),
 ]
 
 
