@@ -11,9 +11,9 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.records import Record
@@ -68,7 +68,7 @@ class Provenance(Record):
     """The plan as it was used; None for a stage without one."""
     seed: int | None
     """The plan's seed."""
-    attempt: int
+    attempt: Annotated[int, Field(ge=0)]
     """Restarts after running out of memory."""
     inputs: dict[str, str]
     """Digest of each input, by path; a model folder's is the one in its lineage."""

@@ -84,19 +84,22 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
         content = _plain_content(path)
         if path.suffix == ".yaml":
             return parse(kind, parse_yaml(content))
-        return _adapter(kind).validate_json(content)
+        record: T = _adapter(kind).validate_json(content)
+        _refuse_equal_keys(content)
     except OSError as error:
         raise UserError(f"{_unread(path, error)}; rebuild it with: {fix}") from None
     except Unreadable as error:
         raise damaged(path, {"the file": str(error)}, fix=fix) from None
     except ValidationError as error:
         raise damaged(path, problems(error, kind), fix=fix) from None
+    else:
+        return record
 
 
 def _plain_content(path: Path) -> bytes:
     """The content of a plain file, no longer than its size says: a pipe, a device and files of /proc may never end."""
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # to open a folder fails by itself
         raise Unreadable("no plain file")
     with path.open("rb") as file:
         return file.read(status.st_size)
@@ -156,13 +159,28 @@ def read_yaml(kind: type[T], path: Path) -> T:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Untrusted JSON as plain values. Raises Unreadable if it is no JSON, nested too deep, or has NaN or infinity."""
+    """Untrusted JSON as plain values. Raises Unreadable if it is no JSON, nested too deep, or has NaN or infinity, or a
+    key twice: readers differ in which of the two they take."""
     try:
         found = from_json(content, allow_inf_nan=False)
         json.dumps(found, allow_nan=False)  # the parser takes 1e999
+        _refuse_equal_keys(content)
+    except Unreadable:
+        raise
     except ValueError as error:
         raise Unreadable(TOO_DEEP if "recursion limit" in str(error) else f"no JSON: {error}") from None
     return found
+
+
+def _refuse_equal_keys(content: bytes | str) -> None:
+    """Raises Unreadable for JSON with an object that has a key twice. content: known to be JSON, and not too deep."""
+
+    def distinct(pairs: list[tuple[str, Any]]) -> None:
+        if len({key for key, _ in pairs}) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise Unreadable(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} is there twice")
+
+    json.loads(content, object_pairs_hook=distinct)
 
 
 def parse_yaml(content: bytes | str) -> Any:

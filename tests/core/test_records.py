@@ -47,6 +47,15 @@ YAML_PIECES = [
 ]
 
 
+def test_a_key_twice_is_refused(tmp_path: Path) -> None:
+    text = '{"a": [{"b": 1, "b": 2}]}'
+    with pytest.raises(Unreadable, match="the key 'b' is there twice"):
+        parse_json(text)
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match="the key 'b' is there twice"):
+        read_record(dict, tmp_path / "x.json", fix="make it")
+
+
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
 def test_a_record_that_never_ends_is_refused(suffix: str, tmp_path: Path) -> None:
     pipe, endless = tmp_path / f"pipe.{suffix}", tmp_path / f"endless.{suffix}"

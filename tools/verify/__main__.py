@@ -312,7 +312,10 @@ def report_published(folder: Path, key: Path | None) -> int:
         click.echo(_one_line(f"{record.stage}, {record.ended}, commit {record.commit or 'not known'}"))
     for line in lineage_lines(checked.model):
         click.echo(_one_line(line))
-    agree = "the files are those that this key signed; lineage, records, plan, certificate and figures agree with them"
+    agree = (
+        "the files are those that this key signed; lineage, records, plan, certificate, figures and the card's "
+        "metadata, not its text, agree with them"
+    )
     if unknown:
         click.echo(
             f"{unknown}established: {agree}\n"

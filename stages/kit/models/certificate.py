@@ -86,10 +86,12 @@ class MergeCertificate(Record):
 
     def problems(self) -> list[str]:
         found = []
-        if not self.logit_deviation <= self.tolerance:  # a NaN is a problem too
+        if not 0 <= self.logit_deviation <= self.tolerance:  # a NaN is a problem too
             found.append(
-                f"logits deviate by {self.logit_deviation:.2g} of what training changed, more than {self.tolerance:g}"
+                f"logits deviate by {self.logit_deviation:.2g} of what training changed, not 0 to {self.tolerance:g}"
             )
+        if self.probes < 1:
+            found.append("nothing was compared: there were no probes")
         if self.unexpected_modules:
             found.append(f"modules changed that were not trained: {', '.join(self.unexpected_modules[:5])}")
         if self.unchanged_modules and (self.precision == "fp32" or not self.changed_modules):

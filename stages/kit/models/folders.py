@@ -25,6 +25,9 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 ADAPTER_CONFIG = "adapter_config.json"
 """With this file transformers loads the base that it names, and attaches the adapter (integrations/peft.py)."""
 
+OWN_CODE = ("auto_map", "custom_pipelines")
+"""Settings that name classes in a file of code, wherever they stand."""
+
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "depth")
 MAX_LAYERS = 2_000
 """Limit of one part of a model; the deepest published ones have some 200. Even a layer without weights is a module."""
@@ -93,8 +96,7 @@ def check_model_folder(folder: Path) -> None:
     config = read_config(folder)
     for path in sorted(folder.glob("*.json")):
         found = _read_json(path)
-        if isinstance(found, dict) and isinstance(found.get("auto_map"), dict | list | str):
-            raise UserError(f"{path} wants to run code of its own (auto_map), which is never allowed")
+        _refuse_code(path, found)
         if path.name == INDEX_FILE and not _is_index(found):
             raise UserError(f"{path} is damaged: expected a weight_map, from weights to file names")
     if (folder / ADAPTER_CONFIG).exists():
@@ -131,9 +133,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = _read_json(path)
     if not isinstance(config, dict):
         raise UserError(f"{path} is damaged: expected the settings of a model")
+    _refuse_code(path, config)
     for key, value in _settings(config):
-        if key.endswith("_implementation") and "/" in str(value):
-            raise UserError(f"{path} wants to run code from the hub ({key}: {shown(value)}), which is never allowed")
         if key in LAYER_COUNTS and isinstance(value, int | float) and value > MAX_LAYERS:
             raise UserError(f"{path} is damaged: {key} is {shown(value)}, expected at most {MAX_LAYERS:,}")
     return config
@@ -147,14 +148,24 @@ def model_type(folder: Path) -> str:
     return found
 
 
-def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings of a model, and of the models inside it."""
-    waiting = [config]
+def _refuse_code(path: Path, content: Any) -> None:
+    for key, value in _settings(content):
+        if key in OWN_CODE and isinstance(value, dict | list | str):
+            raise UserError(f"{path} wants to run code of its own ({key}), which is never allowed")
+        if key.endswith("_implementation") and "/" in str(value):
+            raise UserError(f"{path} wants to run code from the hub ({key}: {shown(value)}), which is never allowed")
+
+
+def _settings(content: Any) -> Iterator[tuple[str, Any]]:
+    """The settings of a file, and of all objects inside it, those in lists too."""
+    waiting = [content]
     while waiting:
-        for key, value in waiting.pop().items():
-            yield key, value
-            if isinstance(value, dict):
-                waiting.append(value)
+        here = waiting.pop()
+        if isinstance(here, dict):
+            yield from here.items()
+        if isinstance(here, dict | list):
+            inside = here.values() if isinstance(here, dict) else here
+            waiting += [each for each in inside if isinstance(each, dict | list)]
 
 
 def weight_files(folder: Path) -> set[str]:

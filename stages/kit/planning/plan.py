@@ -29,6 +29,7 @@ from stages.core.params.schema import (
     Positive,
     Rate,
     Seed,
+    Size,
 )
 from stages.core.records import Record, shown
 
@@ -44,9 +45,9 @@ DATA_PARALLEL = ("ddp", "sharded")
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class Schedule:
     train_samples: Positive
-    effective_batch: Positive
-    micro_batch: Positive
-    grad_accumulation: Positive
+    effective_batch: Size
+    micro_batch: Size
+    grad_accumulation: Size
     epochs: Positive
     steps_per_epoch: Positive
     num_steps: Annotated[int, Field(ge=1)]

@@ -210,7 +210,8 @@ def _metadata(publication: Publication) -> ModelCardData:
         hub[each.kind] += [each.hub[0]] if each.hub else []
     data = publication.evaluated_on
     figures = [(metric, publication.contender.figure(metric.key)) for metric in report.metrics]
-    # A single dataset of the hub has its name there, all others the name here.
+    assert run.plan is not None
+    # A single dataset of the hub has its place there, all others the name here.
     known = data[0].hub if len(data) == 1 else None
     return ModelCardData(
         license=publication.licence,
@@ -225,7 +226,7 @@ def _metadata(publication: Publication) -> ModelCardData:
                 task_type=publication.pipeline_tag,
                 task_name=report.title,
                 dataset_type=known[0] if known else data[0].source.rpartition("@")[0] or data[0].source,
-                dataset_name=known[0] if known else ", ".join(each.name for each in data),
+                dataset_name=Path(run.plan.data_dir).name,  # which a check of the card compares with the plan
                 dataset_revision=known[1] if known else None,
                 dataset_split=str(run.metrics.get("split", "val")),
                 metric_type=metric.key,

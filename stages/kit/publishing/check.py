@@ -23,6 +23,7 @@ from stages.core.given_files import stays_inside
 from stages.core.lineage import Lineage, combined_digest, file_digests, read_lineage, short
 from stages.core.provenance import Provenance
 from stages.core.records import parse, parse_json, parse_yaml, yaml_text
+from stages.core.tasks import load_task
 from stages.kit.models.certificate import TOLERANCE, MergeCertificate
 from stages.kit.models.folders import MODEL_FILES, check_model_folder
 from stages.kit.planning.ladder import lowered
@@ -101,7 +102,8 @@ def check_published(folder: Path, public_key: Path | None = None) -> Checked:
         with _explained(CERTIFICATE, problems):
             problems += _certificate_problems(MergeCertificate.read(folder / CERTIFICATE), model, records)
         with _explained(CARD_FILE, problems):
-            problems += _card_problems(paths[CARD_FILE].read_text(encoding="utf-8"), model, paths[METRICS].read_bytes())
+            card, plan = paths[CARD_FILE].read_text(encoding="utf-8"), records[f"merge@{model.name}"].plan or {}
+            problems += _card_problems(card, model, parse_json(paths[METRICS].read_bytes()), plan)
     by_file: dict[str, list[str]] = {}
     for file, problem in problems:
         by_file.setdefault(file, []).append(problem)
@@ -251,14 +253,27 @@ def _certificate_problems(
         yield CERTIFICATE, f"does not certify the model with content {short(model.digest)}"
 
 
-def _card_problems(card: str, model: Lineage, metrics: bytes) -> Iterator[Problem]:
-    """The card's figures are those of the evaluation, and its bases those of the lineage."""
+def _card_problems(card: str, model: Lineage, figures: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[Problem]:
+    """The metadata of the card has the lineage's bases, and the figures of the evaluation: all of the task's, once, on
+    the plan's data. Nothing is known of its text."""
     front = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
-    facts, figures = parse_yaml(front[1] if front else ""), parse_json(metrics)
+    facts = parse_yaml(front[1] if front else "")
     bases = {root.source["hub"] for root in model.tree() if "hub" in root.source}
     if set(facts.get("base_model", [])) != bases:
         yield CARD_FILE, f"says base_model {facts.get('base_model')}, the lineage {sorted(bases)}"
-    for result in facts["model-index"][0]["results"]:
-        for metric in result["metrics"]:
-            if figures[metric["type"]] != metric["value"]:
-                yield CARD_FILE, f"says {metric['type']} {metric['value']}, {METRICS} {figures[metric['type']]}"
+    (entry,) = facts["model-index"]
+    (result,) = entry["results"]
+    dataset, data = result["dataset"]["name"], Path(plan["data_dir"]).name
+    if (entry["name"], dataset) != (model.name, data):
+        yield CARD_FILE, f"has the figures of {entry['name']} on {dataset}, expected {model.name} on {data}"
+    types = [metric["type"] for metric in result["metrics"]]
+    # The figures of chat depend on params.yaml, which is not published.
+    report = getattr(load_task(plan["task"], "report"), "REPORT", None)
+    expected = (
+        [each.key for each in report.metrics if isinstance(figures.get(each.key), int | float)] if report else types
+    )
+    if not types or sorted(types) != sorted(set(expected)):
+        yield CARD_FILE, f"has figures {', '.join(types) or 'of nothing'}, expected {', '.join(expected)}"
+    for metric in result["metrics"]:
+        if figures[metric["type"]] != metric["value"]:
+            yield CARD_FILE, f"says {metric['type']} {metric['value']}, {METRICS} {figures[metric['type']]}"

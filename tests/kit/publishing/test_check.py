@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from stages.core.lineage import combined_digest, file_digest, read_lineage
-from stages.core.records import read_yaml
+from stages.core.records import parse_yaml, read_yaml, yaml_text
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan
 from stages.kit.publishing.check import CARD_FILE, CERTIFICATE, LINEAGE, METRICS, MODEL, PLAN, check_published
@@ -177,6 +177,18 @@ def replaced(name: str, old: str, new: str) -> Callable[[Path], None]:
     return replace
 
 
+def in_card(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """A change to the metadata of the card."""
+
+    def edit(folder: Path) -> None:
+        _, front, text = (folder / CARD_FILE).read_text().split("---\n", 2)
+        content = parse_yaml(front)
+        change(content)
+        (folder / CARD_FILE).write_text(f"---\n{yaml_text(content)}---\n{text}")
+
+    return edit
+
+
 def forged(folder: Path) -> None:
     """Everything as if the stages had made the files as they are now: nothing contradicts anything."""
     before = read_lineage(folder / "evidence", name=Path(LINEAGE).name)
@@ -246,6 +258,34 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "card": (replaced(CARD_FILE, "type: mean_iou\n      value: 0.", "type: mean_iou\n      value: 1."), CARD_FILE),
     "base in the card": (replaced(CARD_FILE, "library_name", "base_model: evil/x\nlibrary_name"), CARD_FILE),
     "no figures": (put(CARD_FILE, "---\nlicense: mit\n---\n"), CARD_FILE),
+    "a second entry in the card": (
+        replaced(CARD_FILE, "model-index:\n", "model-index:\n- name: x\n  results: []\n"),
+        CARD_FILE,
+    ),
+    "no results in the card": (in_card(lambda it: it["model-index"][0].update(results=[])), CARD_FILE),
+    "a figure less in the card": (
+        in_card(lambda it: it["model-index"][0]["results"][0]["metrics"].pop()),
+        CARD_FILE,
+    ),
+    "no figures in the card": (
+        in_card(lambda it: it["model-index"][0]["results"][0].update(metrics=[])),
+        CARD_FILE,
+    ),
+    "other data in the card": (
+        in_card(lambda it: it["model-index"][0]["results"][0]["dataset"].update(name="x")),
+        CARD_FILE,
+    ),
+    "no probes": (both(edited(CERTIFICATE, lambda it: it.update(probes=0)), forged), CERTIFICATE),
+    "deviation below 0": (
+        both(edited(CERTIFICATE, lambda it: it.update(logit_deviation=-1.0)), forged),
+        CERTIFICATE,
+    ),
+    "code deep in a configuration": (
+        both(edited("config.json", lambda it: it.update(x=[{"y": {"auto_map": {"AutoModel": "x.X"}}}])), forged),
+        MODEL,
+    ),
+    "attempt below 0": (in_record("train", "attempt", to=-1), STATEMENT_FILE),
+    "vast micro-batch": (in_record("merge", "plan", "schedule", "micro_batch", to=999999937), STATEMENT_FILE),
     "certificate": (replaced(CERTIFICATE, '"processor_parity": true', '"processor_parity": false'), CERTIFICATE),
     "tolerance": (
         both(edited(CERTIFICATE, lambda it: it.update(tolerance=9.0, logit_deviation=8.0)), forged),
