@@ -285,7 +285,6 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
         MODEL,
     ),
     "attempt below 0": (in_record("train", "attempt", to=-1), STATEMENT_FILE),
-    "vast micro-batch": (in_record("merge", "plan", "schedule", "micro_batch", to=999999937), STATEMENT_FILE),
     "certificate": (replaced(CERTIFICATE, '"processor_parity": true', '"processor_parity": false'), CERTIFICATE),
     "tolerance": (
         both(edited(CERTIFICATE, lambda it: it.update(tolerance=9.0, logit_deviation=8.0)), forged),
@@ -330,6 +329,12 @@ def test_the_plan_of_a_training_that_ran_out_of_memory_may_be_the_lowered_one(co
     assert not check_published(copy).problems
     both(in_record("train", "attempt", to=2), sign_again)(copy)
     assert check_published(copy).problems
+
+
+def test_a_vast_micro_batch_is_refused_before_its_ladder_is_computed(copy: Path) -> None:
+    vast = in_record("merge", "plan", "schedule", "micro_batch", to=2**20 + 1)
+    both(in_record("train", "attempt", to=1), vast, sign_again)(copy)
+    assert any("1048576" in problem for problem in check_published(copy).problems)
 
 
 @pytest.mark.parametrize(
