@@ -468,7 +468,9 @@ def test_whatever_is_damaged_and_signed_again_nothing_else_is_loaded(
         content = path.read_bytes() if path.is_file() else b"{}"
         path.unlink(missing_ok=True)
         path.parent.mkdir(exist_ok=True)
-        how = data.draw(st.sampled_from(["bytes", "tree" if name.endswith(".json") else "bytes", "other", *STRANGE]))
+        kinds = ["bytes", "tree" if name.endswith(".json") else "bytes", "other", *STRANGE]
+        kinds.remove("link to what never ends")  # signing again would read it
+        how = data.draw(st.sampled_from(kinds))
         if how == "tree":
             path.write_text(json.dumps(data.draw(damaged_tree(json.loads(content)))), errors="surrogatepass")
         elif how == "bytes":
