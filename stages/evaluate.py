@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -52,18 +52,18 @@ log = logging.getLogger("stages")
 def main(name: str, attempt: int) -> None:
     configure_logging(f"evaluate {name}")
     params = load_params()
-    task = params.subject(name).task
-    samples, scoring, answer_format = task_of(params, name)
+    task = task_of(params, name)
+    samples, scoring = task.samples, task.scoring
     if hasattr(scoring, "check"):  # before a model is loaded
         scoring.check()
     records = samples.read_split(Path("data/prepared") / params.subject(name).data, params.scored)
-    questions = [samples.conversation(record, answered=False, answer_format=answer_format) for record in records]
+    questions = [samples.conversation(record, answered=False, answer_format=task.answer_format) for record in records]
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
     if name in params.baselines and (answers := params.baselines[name].answers):
-        evaluation = evaluate_file(params, name, Path(answers), records, questions)
+        evaluation = evaluate_file(params, name, task, Path(answers), records, questions)
     else:
-        evaluation = evaluate_model(params, name, records, questions, attempt=attempt)
+        evaluation = evaluate_model(params, name, task, records, questions, attempt=attempt)
 
     metrics = evaluation.metrics | ({} if params.scored == "val" else {"split": params.scored})
     metrics |= {f"{FAILURE}{kind}": len(found) for kind, found in failures(evaluation.rows, scoring).items()}
@@ -71,13 +71,20 @@ def main(name: str, attempt: int) -> None:
         write_examples(records[: len(evaluation.rows)], evaluation.rows, scoring, examples_dir)
     write_rows(evaluation.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
-    card_dir = cards_dir(Path("data"), task) / name
+    card_dir = cards_dir(Path("data"), task.name) / name
     write_card(run_dir, card_dir, lineage=evaluation.lineage)
     if evaluation.certificate:
         evaluation.certificate.write(card_dir / CERTIFICATE_FILE)
-    write_stage_memory(evaluation.memory.finish("evaluate", name), task=task)
+    write_stage_memory(evaluation.memory.finish("evaluate", name), task=task.name)
     log.info("%s: %s", name, scoring.summary(metrics))
     track_evaluation(params.tracking, name, metrics, run_dir / "examples", model=evaluation.lineage)
+
+
+class Task(NamedTuple):
+    name: str
+    samples: ModuleType
+    scoring: ModuleType
+    answer_format: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,24 +97,23 @@ class Evaluation:
     certificate: EngineCertificate | None = None
 
 
-def task_of(params: Params, name: str) -> tuple[ModuleType, ModuleType, str | None]:
-    """The modules `samples` and `scoring` of a run's task, and its answer format, which the task has."""
+def task_of(params: Params, name: str) -> Task:
+    """The task of a run. Raises UserError for an answer format that it does not have."""
     subject = params.subject(name)
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
     if name in params.recipes:
-        return samples, scoring, read_plan(name).answer_format
+        return Task(subject.task, samples, scoring, read_plan(name).answer_format)
     formats = getattr(samples, "ANSWER_FORMATS", (None,))
     if subject.answer_format not in formats:
         expected = ", ".join("null" if each is None else each for each in formats)
         raise UserError(f"baselines.{name}.answer_format is {subject.answer_format}; expected {expected}")
-    return samples, scoring, subject.answer_format
+    return Task(subject.task, samples, scoring, subject.answer_format)
 
 
 def evaluate_model(
-    params: Params, name: str, records: Sequence[Any], questions: Sequence[Conversation], *, attempt: int
+    params: Params, name: str, task: Task, records: Sequence[Any], questions: Sequence[Conversation], *, attempt: int
 ) -> Evaluation:
     """Let the model of a recipe or a baseline answer, and score its answers."""
-    samples, scoring, answer_format = task_of(params, name)
     run_dir = Path("data/runs") / name
     model_dir, lineage = certified_model(params, name)
     profile = params.active
@@ -123,10 +129,12 @@ def evaluate_model(
             attempt=attempt,
         )
         completions = engine.answer(run_dir)
-    answerer = load_answerer(model_dir, profile, samples, questions, answer_format=answer_format, attempt=attempt)
+    answerer = load_answerer(
+        model_dir, profile, task.samples, questions, answer_format=task.answer_format, attempt=attempt
+    )
     if engine and completions:
         certificate, answers = engine.certify(completions, answerer)
-    scored = score_answers(answerer, records, questions, scoring, answers=answers)
+    scored = score_answers(answerer, records, questions, task.scoring, answers=answers)
     metrics = scored.metrics | {
         "samples_per_second": round(len(records) / (completions.seconds if completions else scored.answer_s), 3),
         "batch_size": answerer.batch_size,
@@ -140,14 +148,13 @@ def evaluate_model(
 
 
 def evaluate_file(
-    params: Params, name: str, path: Path, records: Sequence[Any], questions: Sequence[Conversation]
+    params: Params, name: str, task: Task, path: Path, records: Sequence[Any], questions: Sequence[Conversation]
 ) -> Evaluation:
     """Score the answers of a file; no model is loaded."""
-    samples, scoring, answer_format = task_of(params, name)
     memory, most = MemoryLog(()), params.active.evaluation.max_samples
     memory.loaded()
-    answers = read_answers(path, records, questions, samples, answer_format=answer_format)[:most]
-    metrics, rows = scoring.score(records[:most], answers, answer_format=answer_format)
+    answers = read_answers(path, records, questions, task.samples, answer_format=task.answer_format)[:most]
+    metrics, rows = task.scoring.score(records[:most], answers, answer_format=task.answer_format)
     lineage = Lineage(kind="answers", name=name, digest=file_digest(path), source={"file": str(path)})
     return Evaluation(metrics=metrics | {"answers": str(path)}, rows=rows, lineage=lineage, memory=memory)
 

@@ -120,15 +120,6 @@ def fill_without_contents(layer: Any) -> None:
     layer.weight, layer.quant_state = weight, state
 
 
-def quantization_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """The scales and tables that a layer in 4 bits keeps beside its packed weights (bitsandbytes' QuantState)."""
-    state = getattr(module, "quant_state", None)
-    if state is None:
-        return []
-    parts = (*vars(state).values(), *vars(state.state2).values())
-    return [part for part in parts if isinstance(part, torch.Tensor)]
-
-
 # --- Liger's kernels (liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, 0.8.5), without Triton or Liger
 
 

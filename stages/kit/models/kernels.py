@@ -56,6 +56,8 @@ def turn_off_cudnn_attention() -> None:
 def replace_modules(model: PreTrainedModel, attn: str) -> PreTrainedModel:
     """Make a model's patch projection a PatchProjection, and its layer norms thread-independent ones, in place.
 
+    Every model passes here, loaded or new, so that none attends by cuDNN.
+
     attn: transformers' name of the attention that the model was loaded with.
     """
     turn_off_cudnn_attention()

@@ -241,13 +241,6 @@ def balanced_gpus(plan: Plan, config: PreTrainedConfig) -> dict[str, int] | None
     return balanced_device_map(model, dtype, plan.device.count, nf4)
 
 
-def gpu_of(name: str, gpus: Mapping[str, int]) -> int | None:
-    """The GPU of a module or parameter by its full name; None for a module that is itself spread over several."""
-    while name and name not in gpus:
-        name = name.rpartition(".")[0]
-    return gpus.get(name)
-
-
 def process_mesh(plan: Plan) -> DeviceMesh:
     """All processes of the training, in a row. Starts their group if there is none yet."""
     return init_device_mesh(plan.device.kind, (plan.device.total,))

@@ -384,10 +384,8 @@ def save_state(state: Any, path: Path) -> None:
 
     Raises OSError, as on a full disk.
     """
-    try:
-        torch.save(tree_map_only(torch.Tensor, _own_memory, state), path)
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
+    with path.open("wb") as file:  # given a path, torch raises RuntimeError for whatever goes wrong
+        torch.save(tree_map_only(torch.Tensor, _own_memory, state), file)
 
 
 def _own_memory(tensor: torch.Tensor) -> torch.Tensor:

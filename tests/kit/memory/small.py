@@ -5,7 +5,7 @@ No weights: a configuration is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -20,7 +20,6 @@ from stages.core.params.schema import DeviceParams, LoraParams, Params, PartsPar
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import Depth, predict, with_depth
 from stages.kit.memory.recorder import Recording
-from stages.kit.memory.stand_in import quantization_tensors as of_a_module
 from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.memory.step import record_step
 from stages.kit.models.load import load_config
@@ -165,5 +164,7 @@ def peak_bytes(recording: Recording) -> int:
 
 
 def quantization_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Scales and tables beside the packed weights."""
-    return [tensor for module in model.modules() for tensor in of_a_module(module)]
+    """The scales and tables that layers in 4 bits keep beside their packed weights (bitsandbytes' QuantState)."""
+    states: Iterator[Any] = (state for module in model.modules() if (state := getattr(module, "quant_state", None)))
+    parts = (part for state in states for part in (*vars(state).values(), *vars(state.state2).values()))
+    return [part for part in parts if isinstance(part, torch.Tensor)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from stages.kit.training.checkpoints import (
     kept_checkpoints,
     remove_finished,
 )
+from stages.kit.training.resume import save_state
 from tests import ROOT
 from tests.kit.training.small import Killed
 
@@ -245,3 +247,11 @@ def test_a_second_process_waits_and_resumes_from_the_work_of_the_first(
         assert (checkpoints.folder / LOCK).exists()
     assert messages[0].startswith("waiting for another process")
     assert first.wait() == 0
+
+
+def test_only_a_failing_disk_is_an_os_error() -> None:
+    state = {"weights": torch.zeros(100_000)}
+    with pytest.raises(OSError, match="No space left"):
+        save_state(state, Path("/dev/full"))
+    with pytest.raises(AttributeError, match="pickle"):
+        save_state({"weights": lambda: None}, Path("/dev/null"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -432,8 +433,8 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
     def full_at_step_2(state: Any, path: Path) -> None:
         saved.append(path)
         save(state, path)
-        if len(saved) == 2:  # torch has no other kind of error for it
-            raise RuntimeError("[enforce fail at inline_container.cc:783] . No space left on device")
+        if len(saved) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(torch, "save", full_at_step_2)
     workplace.train(FULL).assert_same(undisturbed)
