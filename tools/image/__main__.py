@@ -2,7 +2,7 @@
 
 docker and podman keep their images; Apptainer's is a file, .bakeoff/images/TARGET-HASH.sif, made from one of theirs.
 Reads docker/images.yaml, docker/Dockerfile and the locks. A package index is needed for the wheelhouse only, and a
-network in the build for all but cpu: a compiler is Debian's, and flash-attn's build wants one.
+network in the build for all but cpu: a compiler is Debian's.
 
 Run     make image TARGET=cpu ENGINE=docker
 """
@@ -25,7 +25,7 @@ from stages.kit.launcher import images
 from stages.kit.launcher.apptainer import IMAGES_DIR, digest_path, sif_path
 from stages.kit.launcher.docker import Client, ContainerEngine
 from stages.kit.launcher.engines import CONTAINER_ENGINES
-from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Pins
+from stages.kit.launcher.images import SOURCE_DATE_EPOCH
 from tools.image.wheelhouse import WheelPlatform, make_wheelhouse, wheelhouse_digest
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[2]
@@ -43,26 +43,17 @@ COMPRESSION = ("--mksquashfs-args", "-comp zstd -Xcompression-level 1")
 @click.command(help=__doc__)
 @click.option("--engine", envvar="ENGINE", help=f"{', '.join(CONTAINER_ENGINES)}; default: the first one on the PATH.")
 @click.option("--target", envvar="TARGET", required=True, type=click.Choice(images.TARGETS), help="The image.")
-@click.option("--max-jobs", envvar="MAX_JOBS", default=4, help="Compilers at once, for flash-attn; 6 GB each.")
-def main(engine: str | None, target: str, max_jobs: int) -> None:
-    if client := find_engine(engine):
-        build_image(client, target, max_jobs)
-    else:
-        make_sif(target, max_jobs)
-
-
-def find_engine(program: str | None) -> Client | None:
-    """The client of the chosen engine, else of the first one on the PATH; None for an engine whose images are files.
-
-    Raises UserError if there is none.
-    """
-    found = next(filter(shutil.which, [program] if program else CONTAINER_ENGINES), None)
-    if found is None:
+def main(engine: str | None, target: str) -> None:
+    program = next(filter(shutil.which, [engine] if engine else CONTAINER_ENGINES), None)
+    if program is None:
         raise UserError(
-            f"no {program or ' or '.join(CONTAINER_ENGINES)} is on the PATH. Install one (Apptainer: apptainer.org; "
+            f"no {engine or ' or '.join(CONTAINER_ENGINES)} is on the PATH. Install one (Apptainer: apptainer.org; "
             "Debian: apt install apptainer), or name it: make image ENGINE=/path/to/docker"
         )
-    return Client(found) if keeps_images(Path(found).name) else None
+    if keeps_images(Path(program).name):
+        build_image(Client(program), target)
+    else:
+        make_sif(target)
 
 
 def keeps_images(name: str) -> bool:
@@ -70,10 +61,11 @@ def keeps_images(name: str) -> bool:
     return issubclass(CONTAINER_ENGINES.get(name, ContainerEngine), ContainerEngine)
 
 
-def build_image(client: Client, target: str, max_jobs: int) -> str:
+def build_image(client: Client, target: str) -> str:
     """Build the image of this tree with docker or podman, unless it is there. Returns its name."""
-    machine = known_machine(client)
-    reference = images.image_reference(WORKSPACE_DIR, target)
+    if problem := client.problem():
+        raise UserError(f"{client.program} does not answer: {problem}. Start it, or name another: ENGINE=podman")
+    reference, base = images.image_reference(WORKSPACE_DIR, target), images.read_base(WORKSPACE_DIR)
     if client.image_id(reference):
         say(f"{reference} is built already")
         return reference
@@ -82,8 +74,9 @@ def build_image(client: Client, target: str, max_jobs: int) -> str:
         command = ("build", "--timestamp", SOURCE_DATE_EPOCH, "--pull=never")
     elif client.succeeds("buildx", "version"):  # since version 23 docker's client builds with this plugin only
         command = ("buildx", "build", "--load")
-    pins = images.read_pins(WORKSPACE_DIR)
-    base = pins.bases.python
+    machine = client.info.get("Architecture") or client.info.get("host", {}).get("arch", "an unknown machine")
+    if machine not in MACHINES:
+        raise UserError(f"containers run on {machine} here; the locked packages are published for x86_64 and aarch64")
     if not client.image_id(base.reference):
         say(f"pulling {base.image}")
         if not client.show("pull", "--quiet", base.reference):
@@ -91,28 +84,22 @@ def build_image(client: Client, target: str, max_jobs: int) -> str:
                 f"{base.image} is not on this machine and cannot be pulled, for the reason above; build {reference} on "
                 "another machine and load it here: docker save, docker load"
             )
-    build_wheelhouse(target, pins, machine)
+    platform = WheelPlatform(python=base.python, glibc=base.glibc, machine=MACHINES[machine])
+    for name in packages_of(target):
+        torch = images.cpu_torch(WORKSPACE_DIR) if images.below(target) == "cpu" else None
+        locks = [WORKSPACE_DIR / f"docker/{lock}.lock" for lock in (name, "installer")]
+        made = make_wheelhouse(wheelhouse_dir(name), locks, torch, platform)
+        say(f"the wheelhouse of {name} for {machine} {'is complete' if made else 'was complete already'}")
     say(f"building {reference} on {base.image}")
-    options = build_options(target, pins, reference, max_jobs)
-    if not client.show(*command, *options, str(WORKSPACE_DIR), **BUILD_ENVIRONMENT):
-        without = "; without flash-attn: flash_attn: false in docker/images.yaml" if "FLASH_ATTN=1" in options else ""
-        raise UserError(f"{reference} was not built, for the reason above{without}")
+    if not client.show(*command, *build_options(target, base, reference), str(WORKSPACE_DIR), **BUILD_ENVIRONMENT):
+        raise UserError(f"{reference} was not built, for the reason above")
     say(f"{reference} is built")
     return reference
 
 
-def known_machine(client: Client) -> str:
-    """The machine of an engine's containers: x86_64 or aarch64.
-
-    Raises UserError if the engine does not answer, or the locks have no wheels for its machine.
-    """
-    if problem := client.problem():
-        raise UserError(f"{client.program} does not answer: {problem}. Start it, or name another: ENGINE=podman")
-    question = ("info", "{{.Host.Arch}}") if client.is_podman else ("version", "{{.Server.Arch}}")
-    name = client.ask(question[0], "--format", question[1]).stdout.strip()
-    if name.lower() not in MACHINES:
-        raise UserError(f"containers run on {name} here; the locked packages are published for x86_64 and aarch64")
-    return MACHINES[name.lower()]
+def packages_of(target: str) -> list[str]:
+    """The targets whose packages an image has: vLLM's have those of the one below too."""
+    return list(dict.fromkeys((images.below(target), target)))
 
 
 def wheelhouse_dir(target: str) -> Path:
@@ -120,50 +107,26 @@ def wheelhouse_dir(target: str) -> Path:
     return WORKSPACE_DIR / ".bakeoff/wheelhouse" / target
 
 
-def build_wheelhouse(target: str, pins: Pins, machine: str) -> None:
-    """Make the wheelhouse of a target, and of the one below vLLM's."""
-    if target in images.BELOW_VLLM:
-        build_wheelhouse(images.below(target), pins, machine)
-    flash_attn = target in images.STAGE_TARGETS and images.has_flash_attn(target, pins)
-    names = [target, "installer", *(["flash-attn"] if flash_attn else [])]
-    base = pins.bases.python
-    made = make_wheelhouse(
-        wheelhouse_dir(target),
-        [WORKSPACE_DIR / f"docker/{name}.lock" for name in names],
-        images.cpu_torch(WORKSPACE_DIR) if images.below(target) == "cpu" else None,
-        WheelPlatform(python=base.python, glibc=base.glibc, machine=machine),
-    )
-    say(f"the wheelhouse of {target} for {machine} {'is complete' if made else 'was complete already'}")
-
-
-def build_options(target: str, pins: Pins, reference: str, max_jobs: int) -> list[str]:
-    """Options of the build: the pins, and the image's labels."""
-    base = pins.bases.python
-    arguments = {
-        "PYTHON_IMAGE": base.reference,
-        "CUDA_DEVEL_IMAGE": pins.bases.cuda_devel.reference,
-        "FLASH_ATTN": str(int(images.has_flash_attn(target, pins))),
-        "MAX_JOBS": str(max_jobs),
-        "SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH,
-    }
-    wheelhouses = dict.fromkeys((images.below(target), target))
+def build_options(target: str, base: images.Base, reference: str) -> list[str]:
+    """Options of the build: the base, and the image's labels."""
     labels = {
         "org.opencontainers.image.title": f"bakeoff {target}",
         "org.opencontainers.image.version": reference.rpartition(":")[2],
         "org.opencontainers.image.base.name": base.image,
         "org.opencontainers.image.base.digest": base.digest,
         "bakeoff.inputs": json.dumps(images.image_inputs(WORKSPACE_DIR, target), sort_keys=True),
-        "bakeoff.wheelhouse": " ".join(wheelhouse_digest(wheelhouse_dir(name)) for name in wheelhouses),
+        "bakeoff.wheelhouse": " ".join(wheelhouse_digest(wheelhouse_dir(name)) for name in packages_of(target)),
     }
     return [
         *("--file", str(WORKSPACE_DIR / "docker/Dockerfile"), "--target", target, "--tag", reference),
         *(("--network", "none") if target == "cpu" else ()),
-        *(option for name, value in arguments.items() for option in ("--build-arg", f"{name}={value}")),
+        *("--build-arg", f"PYTHON_IMAGE={base.reference}"),
+        *("--build-arg", f"SOURCE_DATE_EPOCH={SOURCE_DATE_EPOCH}"),
         *(option for name, value in labels.items() for option in ("--label", f"{name}={value}")),
     ]
 
 
-def make_sif(target: str, max_jobs: int) -> None:
+def make_sif(target: str) -> None:
     """Make Apptainer's image of this tree from the image of docker or podman, which is built first, unless it is there.
 
     Raises UserError if neither of them works here.
@@ -179,7 +142,7 @@ def make_sif(target: str, max_jobs: int) -> None:
             f"an image for Apptainer is made from one of docker or podman, and neither works here. On a machine with "
             f"one of them: make image ENGINE=apptainer TARGET={target}. Then copy {IMAGES_DIR}/{target}-* here"
         )
-    reference = build_image(client, target, max_jobs)
+    reference = build_image(client, target)
     say(f"making {path} from {client.program}'s image")
     path.parent.mkdir(parents=True, exist_ok=True)
     # On the disk of the images: it takes more room than they do.

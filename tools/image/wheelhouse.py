@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -25,30 +24,10 @@ from stages.core.errors import UserError
 from stages.core.lineage import file_digest
 from stages.core.records import published
 
-SOURCE_ONLY = ("antlr4-python3-runtime", "flash-attn")
-"""Packages that are published without a wheel; the image build makes them."""
+SOURCE_ONLY = "antlr4-python3-runtime"
+"""A package that is published without a wheel; the image build makes it."""
 CONTENTS = "contents.json"
 """The file that marks a complete wheelhouse: its requirements, and each file's digest."""
-
-# pip reads the metadata of a source before it saves it, which would run its setup.py here, with packages that it
-# imports. This build backend, found before setuptools, reads PKG-INFO, which every source has.
-_BUILD_BACKEND = """
-import email, pathlib
-
-class Backend:
-    def get_requires_for_build_wheel(self, config_settings=None):
-        return []
-
-    def prepare_metadata_for_build_wheel(self, metadata_directory, config_settings=None):
-        text = pathlib.Path("PKG-INFO").read_text(encoding="utf-8")
-        package = email.message_from_string(text)
-        folder = pathlib.Path(metadata_directory, f"{package['Name'].replace('-', '_')}-{package['Version']}.dist-info")
-        folder.mkdir()
-        (folder / "METADATA").write_text(text, encoding="utf-8")
-        return folder.name
-
-__legacy__ = Backend()
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +44,7 @@ class WheelPlatform:
     @property
     def python_minor(self) -> str:
         """E.g. "3.12"."""
-        return ".".join(self.python.split(".")[:2])
+        return self.python.rpartition(".")[0]
 
     def marker_environment(self) -> dict[str, str]:
         """Values of the environment markers of a lock."""
@@ -85,32 +64,17 @@ class WheelPlatform:
         return [*platforms, f"--python-version={self.python_minor}", "--implementation=cp", f"--abi={abi}"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pin:
-    """One package of a lock."""
-
-    name: str
-    """Normalized, e.g. "ruamel-yaml"."""
-    version: str
-    hashes: tuple[str, ...]
-    """SHA-256 of each of its files, hex."""
-
-    def __str__(self) -> str:
-        return " ".join((f"{self.name}=={self.version}", *(f"--hash=sha256:{digest}" for digest in self.hashes)))
-
-
-def read_lock(lock_path: Path, platform: WheelPlatform) -> list[Pin]:
-    """The packages that a lock names for a platform."""
-    environment = platform.marker_environment()
-    pins = []
+def read_lock(lock_path: Path, platform: WheelPlatform) -> dict[str, str]:
+    """The packages that a lock names for a platform: a line for pip, with hashes, by `name==version`."""
+    environment, found = platform.marker_environment(), {}
     for entry in re.split(r"^(?=[A-Za-z0-9])", lock_path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         requirement = Requirement(entry.partition("\\\n")[0])
         if requirement.marker is None or requirement.marker.evaluate(environment):
-            hashes = tuple(sorted(re.findall(r"--hash=sha256:([0-9a-f]{64})", entry)))
+            hashes = sorted(re.findall(r"--hash=sha256:[0-9a-f]{64}", entry))
             assert hashes, f"{lock_path}: {requirement} has no hash"
-            version = str(requirement.specifier).removeprefix("==")
-            pins.append(Pin(name=requirement.name, version=version, hashes=hashes))
-    return pins
+            pin = f"{requirement.name}{requirement.specifier}"
+            found[pin] = " ".join((pin, *hashes))
+    return found
 
 
 def make_wheelhouse(folder: Path, locks: Sequence[Path], cpu_torch: str | None, platform: WheelPlatform) -> bool:
@@ -119,7 +83,7 @@ def make_wheelhouse(folder: Path, locks: Sequence[Path], cpu_torch: str | None, 
     cpu_torch: the version of torch's CPU build to add, e.g. "2.13.0+cpu".
     Raises UserError if a package cannot be fetched, or is not the locked one; then there is no wheelhouse.
     """
-    requirements = [str(pin) for lock in locks for pin in read_lock(lock, platform)]
+    requirements = [line for lock in locks for line in read_lock(lock, platform).values()]
     wanted = hashlib.sha256(json.dumps([requirements, cpu_torch, platform.pip_options()]).encode()).hexdigest()
     if (folder / CONTENTS).is_file():
         contents = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
@@ -134,8 +98,8 @@ def make_wheelhouse(folder: Path, locks: Sequence[Path], cpu_torch: str | None, 
         if cpu_torch:
             _download_cpu_torch(cpu_torch, platform, options)
             (wheel,) = partial.glob(f"torch-{cpu_torch}-*.whl")
-            torch = Pin(name="torch", version=cpu_torch, hashes=(file_digest(wheel),))  # not in the project's locks
-            (partial / "torch.lock").write_text(f"{torch}\n", encoding="utf-8")
+            torch = f"torch=={cpu_torch} --hash=sha256:{file_digest(wheel)}\n"  # not in the project's locks
+            (partial / "torch.lock").write_text(torch, encoding="utf-8")
         contents = {"for": wanted, "files": {path.name: file_digest(path) for path in sorted(partial.iterdir())}}
         (partial / CONTENTS).write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
     return True
@@ -172,20 +136,11 @@ def _download_cpu_torch(version: str, platform: WheelPlatform, options: Sequence
 
 def _pip_download(requirements: Sequence[str], options: Sequence[str], *, quiet: bool = False) -> bool:
     """Whether pip could fetch all of them; it prints the reason otherwise, unless quiet."""
-    with tempfile.TemporaryDirectory() as work_dir:
-        backend, requirements_path = Path(work_dir, "setuptools"), Path(work_dir, "requirements.txt")
-        backend.mkdir()
-        (backend / "__init__.py").touch()
-        (backend / "build_meta.py").write_text(_BUILD_BACKEND, encoding="utf-8")
-        requirements_path.write_text("\n".join(requirements) + "\n", encoding="utf-8")
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
+        file.write("\n".join(requirements) + "\n")
+        file.flush()
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
-        command += ["--only-binary=:all:", f"--no-binary={','.join(SOURCE_ONLY)}", *options]
+        command += ["--only-binary=:all:", f"--no-binary={SOURCE_ONLY}", *options]
         # pip draws its progress on a terminal; elsewhere only errors are of use.
-        command += [] if sys.stderr.isatty() and not quiet else ["-qq"]
-        finished = subprocess.run(
-            [*command, "-r", str(requirements_path)],
-            env=os.environ | {"PYTHONPATH": work_dir},
-            stderr=subprocess.DEVNULL if quiet else None,
-            check=False,
-        )
-        return finished.returncode == 0
+        command += ["-r", file.name] if sys.stderr.isatty() and not quiet else ["-qq", "-r", file.name]
+        return subprocess.run(command, stderr=subprocess.DEVNULL if quiet else None, check=False).returncode == 0

@@ -5,32 +5,43 @@ Writes  what `dvc repro TARGETS` writes; the output of each stage to .bakeoff/lo
 Run     make run TASK=detection JOBS=4
         python -m tools.run evaluate@r1-llm-only evaluate@r4-joint --jobs 2
 
-Each stage is a `dvc repro --single-item`, started when the stages that it depends on are done. When one fails, those
-that do not depend on it are finished; it ends with the exit code of the first that failed.
+Each stage is a `dvc repro --single-item`, started when the stages that it depends on are done, those first that begin
+the longest chain of stages. When one fails, those that do not depend on it are finished; it ends with the exit code of
+the first that failed.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
 from stages.core.environment import usable_cores
-from stages.core.errors import UserError, pluralize
+from stages.core.errors import UserError, pluralize, printable
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
+from stages.core.signals import end_with_parent
 from stages.kit.launcher.container import locked
 from stages.kit.launcher.gpus import leasable, read_gpus
 from stages.kit.launcher.pipeline import gpus_wanted
+from stages.kit.launcher.process import forwarded_signals
 from stages.kit.launcher.slurm import runs_in_slurm
-from tools.run.side_by_side import SideBySide, Step, say
 
 LOGS_DIR = Path(".bakeoff/logs")
 LOCK_PATH = Path(".bakeoff/run.lock")
+POLL_S = 0.05
+SHOWN_LINES = 40
+"""Lines of output that are shown of a stage that failed; its log has all of them."""
 
 
 @click.command(help=__doc__)
@@ -50,16 +61,23 @@ def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
         steps, num_up_to_date = steps_of(targets, params.active.device, force=force)
         up_to_date = f"{num_up_to_date} up to date, " if num_up_to_date else ""
         say(f"{up_to_date}{pluralize(len(steps), 'stage')} to run, at most {jobs} at once; their output: {LOGS_DIR}/")
-        options = ("--force",) if force else ()
         run = SideBySide(
             steps=steps,
-            dvc=(sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *options, "--single-item"),
+            dvc=(sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *(["--force"] * force), "--single-item"),
             environment={**threads, **os.environ},
-            logs_dir=LOGS_DIR,
             jobs=jobs,
             gpus=num_gpus(params, jobs=jobs),
         )
         sys.exit(run.run())
+
+
+class Step(NamedTuple):
+    """A stage that may have something to do."""
+
+    waits_for: frozenset[str]
+    """The steps that it depends on directly."""
+    gpus: int = 0
+    """Number of GPUs that it will lease."""
 
 
 def steps_of(targets: Sequence[str], device: DeviceParams, *, force: bool) -> tuple[dict[str, Step], int]:
@@ -77,16 +95,14 @@ def steps_of(targets: Sequence[str], device: DeviceParams, *, force: bool) -> tu
             graph = get_active_graph(repo.index.graph)
             stages = plan_repro(graph, collect_stages(repo, targets or ["dvc.yaml"]))
             waits_for = {stage.addressing: {other.addressing for other in graph.successors(stage)} for stage in stages}
-            commands = {stage.addressing: stage.cmd for stage in stages}
             changed = set(waits_for) if force else set(repo.status(targets=list(waits_for)))
     except DvcException as error:
         raise UserError(f"DVC refuses: {error}") from None
+    kinds = {stage.addressing: str(stage.cmd).removeprefix("exec docker/run ") for stage in stages}
     steps: dict[str, Step] = {}
     for name, others in waits_for.items():  # a stage comes after those that it waits for
         if name in changed or others & steps.keys():
-            kind = re.match(r"exec docker/run (\w+)", str(commands[name]))
-            gpus = gpus_wanted(kind[1], device) if kind else 0
-            steps[name] = Step(waits_for=frozenset(others & steps.keys()), gpus=gpus)
+            steps[name] = Step(frozenset(others & steps.keys()), gpus_wanted(kinds[name], device))
     return steps, len(waits_for) - len(steps)
 
 
@@ -104,6 +120,129 @@ def num_gpus(params: Params, *, jobs: int) -> int:
         return len(leasable(read_gpus(), visible=visible, count=1, holder="make run"))
     except UserError:
         return 1
+
+
+@dataclass(kw_only=True)
+class SideBySide:
+    """A run of steps, and its result."""
+
+    steps: Mapping[str, Step]
+    """Each after those that it waits for."""
+    jobs: int
+    """Steps at once."""
+    gpus: int
+    """Number of the machine's."""
+    dvc: Sequence[str] = ()
+    """The command, to which the name of a stage is added."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    done: list[str] = field(default_factory=list)
+    failed: dict[str, int] = field(default_factory=dict)
+    """dvc's exit code by stage, in the order in which they ended."""
+
+    def next_steps(self, *, waiting: Collection[str], running: Collection[str]) -> list[str]:
+        """The names of the steps to start now, those first that begin the longest chain of steps.
+
+        A step that waits for a failed one is never started. One that wants more GPUs than there are starts when no
+        other step has one, and reports the problem itself.
+        """
+        length = dict.fromkeys(self.steps, 1)
+        for name in reversed(length):  # a step comes after those that it waits for
+            for other in self.steps[name].waits_for:
+                length[other] = max(length[other], 1 + length[name])
+        ready = [name for name in waiting if self.steps[name].waits_for <= set(self.done)]
+        chosen: list[str] = []
+        for name in sorted(ready, key=lambda name: -length[name]):
+            together = [*running, *chosen]
+            used, wanted = sum(self.steps[other].gpus for other in together), self.steps[name].gpus
+            if len(together) < self.jobs and (not (wanted and used) or used + wanted <= self.gpus):
+                chosen.append(name)
+        return chosen
+
+    def run(self) -> int:
+        """Run all steps that can be run, and return the exit code: of the first that failed, or 128 + n after signal n.
+
+        Signals that ask to end go to the stages that run, as Ctrl-C would under a single dvc; no other is started.
+        """
+        LOGS_DIR.mkdir(parents=True, exist_ok=True)
+        waiting = dict.fromkeys(self.steps)
+        running, began = dict[str, subprocess.Popen[bytes]](), dict[str, float]()
+        with forwarded_signals() as signals:
+            signals.forward_to(lambda number: _ask_to_end(running.values(), number))
+            while True:
+                for name in self.next_steps(waiting=waiting, running=running):
+                    if signals.received:
+                        break
+                    del waiting[name]
+                    running[name], began[name] = self._start(name), time.monotonic()
+                    if signals.received:  # one came while it was being started
+                        _ask_to_end([running[name]], signals.received[0])
+                if not running:
+                    return self._result(signals.received)
+                time.sleep(POLL_S)
+                for name in [name for name, process in running.items() if process.poll() is not None]:
+                    code, took = running.pop(name).returncode, f"{time.monotonic() - began[name]:.0f} s"
+                    self._end(name, code if code >= 0 else 128 - code, took, interrupted=bool(signals.received))
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        say(f"{name} starts")
+        with log_path(name).open("wb") as log:
+            return subprocess.Popen(
+                [*self.dvc, name],
+                env=dict(self.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # In its own process group, a Ctrl-C reaches its processes once, from here.
+                process_group=0,
+                preexec_fn=end_with_parent(),
+            )
+
+    def _end(self, name: str, code: int, took: str, *, interrupted: bool) -> None:
+        log, shown = log_path(name).read_text(encoding="utf-8", errors="replace"), SHOWN_LINES
+        if code == 0:
+            self.done.append(name)
+            # DVC prints this if it runs the command; otherwise it had nothing to do, or the outputs in its cache.
+            say(f"{name} done in {took}" + ("" if f"Running stage '{name}'" in log else ", without running it"))
+            return
+        self.failed[name] = code
+        if interrupted:
+            say(f"{name} interrupted after {took}")
+            log, shown = re.sub(r"^ERROR: .*\n", "", log, flags=re.MULTILINE), 1  # the stage's last line, not DVC's
+        else:
+            say(f"{name} FAILED after {took}; the end of {log_path(name)}:")
+        for line in printable(log).strip().splitlines()[-shown:]:
+            click.echo(f"    {line}")
+        sys.stdout.flush()
+
+    def _result(self, received: Sequence[int]) -> int:
+        left = [name for name in self.steps if name not in self.done and name not in self.failed]
+        if received and (left or self.failed):
+            say("interrupted; run the same command to resume")
+            return 128 + received[0]
+        if not self.failed:
+            return 0
+        say(f"failed: {', '.join(self.failed)}")
+        if left:
+            say(f"not started, as they depend on {'them' if len(self.failed) > 1 else 'it'}: {', '.join(left)}")
+        return next(iter(self.failed.values()))
+
+
+def log_path(name: str) -> Path:
+    return LOGS_DIR / f"{name.replace('/', '_')}.log"
+
+
+def _ask_to_end(running: Iterable[subprocess.Popen[bytes]], number: int) -> None:
+    """SIGINT is the one signal upon which dvc waits for its stage. A closed terminal (SIGHUP) is passed on as such: it
+    ends dvc, and a job of Slurm goes on.
+    """
+    for process in list(running):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGHUP if number == signal.SIGHUP else signal.SIGINT)
+
+
+def say(line: str) -> None:
+    click.echo(f"{time.strftime('%H:%M:%S')} {line}")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import psutil
 from stages.core.environment import TMP_DIR
 from stages.core.errors import UserError
 from stages.core.signals import ENDING
-from stages.kit.launcher.container import INSIDE, Mount, NotUsable, Outputs, run_client, run_sealed, variables
+from stages.kit.launcher.container import INSIDE, Mount, NotUsable, Outputs, SealedEngine, run_client
 from stages.kit.launcher.images import image_reference
 from stages.kit.launcher.pipeline import Request
-from stages.kit.launcher.process import MACHINE_COUNTERS, Ended, Image, as_out_of_memory, oom_kills
+from stages.kit.launcher.process import MACHINE_COUNTERS, as_out_of_memory, oom_kills
 
 IMAGES_DIR = Path(".bakeoff/images")
 SEAL = (
@@ -48,11 +48,11 @@ CALLERS_SETTINGS = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "APPTAINER_CONFIGD
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApptainerEngine:
-    name: str
+class ApptainerEngine(SealedEngine):
+    """Its image has the name that the same image has in docker and podman, and the digest of the SIF. If the client is
+    killed, so is the stage."""
+
     sif_path: Path
-    image: Image
-    """The name that the same image has in docker and podman, and the digest of the SIF."""
 
     @classmethod
     def find(cls, name: str, workspace_dir: Path, target: str) -> ApptainerEngine:
@@ -72,16 +72,8 @@ class ApptainerEngine:
             + f"; build it with: make image ENGINE=apptainer TARGET={target}"
         )
 
-    def run(self, request: Request) -> Ended:
-        """Run the stage to its end.
-
-        Signals that ask to end go on to the stage, which decides how to end. If the launcher is killed, the first
-        process of the container ends the stage; if Apptainer is killed, so is the stage.
-        """
-        return run_sealed(request, self.image, lambda found, outputs: self._run(request, found, outputs))
-
-    def _run(self, request: Request, found: list[Mount], outputs: Outputs) -> int:
-        passed, given = variables(request, self.image, terminal=sys.stderr.isatty() and sys.stdout.isatty())
+    def run_container(self, request: Request, found: list[Mount], outputs: Outputs) -> int:
+        passed, given = self.variables(request, terminal=sys.stderr.isatty() and sys.stdout.isatty())
         given["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in request.gpus)
         # Processes on several nodes have to reach each other.
         network, hosts_path = request.network or request.num_nodes > 1, HOSTS_PATH

@@ -297,25 +297,47 @@ def _refuse_mounts_below(sources: Iterable[Path]) -> None:
             raise UserError(f"{inside[0]} is mounted inside {source}, an input, and could be written to; unmount it")
 
 
-def run_sealed(request: Request, image: Image, run: Callable[[list[Mount], Outputs], int]) -> Ended:
-    """Run a stage on its declared inputs; if its exit code is 0, its outputs are in the workspace.
+@dataclass(frozen=True, kw_only=True)
+class SealedEngine:
+    """An engine that runs each stage in a fresh, sealed container."""
 
-    run: starts the container with these mounts and returns the stage's exit code.
-    """
-    outputs = Outputs(request.require_declared(), request.workspace_dir, node=request.node)
-    try:
-        with outputs.aside():
-            found = mounts(request, image, outputs)
-            places = make_places(found, outputs)
-            code = run(found, outputs)
-            if code == 0 and request.node == 0:
-                outputs.take(places)
-            machine = None
-            with suppress(OSError, ValueError):  # the stage could have overwritten what its container reported
-                machine = TypeAdapter(Machine).validate_json(outputs.ready_path.read_bytes())
-            return Ended(code=code, machine=machine)
-    except OSError as error:  # no space, no permission, a read-only file system
-        raise UserError(f"the outputs of {outputs.stage.name} cannot be written: {error}") from error
+    name: str
+    image: Image
+    """The name is made from the hash of what it is built from; the digest is what is run, as the name could be given to
+    another image."""
+
+    def run(self, request: Request) -> Ended:
+        """Run a stage on its declared inputs; if its exit code is 0, its outputs are in the workspace.
+
+        Signals that ask to end go on to the stage, which decides how to end. If the launcher is killed, the first
+        process of the container ends the stage.
+        """
+        outputs = Outputs(request.require_declared(), request.workspace_dir, node=request.node)
+        try:
+            with outputs.aside():
+                found = mounts(request, self.image, outputs)
+                places = make_places(found, outputs)
+                code = self.run_container(request, found, outputs)
+                if code == 0 and request.node == 0:
+                    outputs.take(places)
+                machine = None
+                with suppress(OSError, ValueError):  # the stage could have overwritten what its container reported
+                    machine = TypeAdapter(Machine).validate_json(outputs.ready_path.read_bytes())
+                return Ended(code=code, machine=machine)
+        except OSError as error:  # no space, no permission, a read-only file system
+            raise UserError(f"the outputs of {outputs.stage.name} cannot be written: {error}") from error
+
+    def run_container(self, request: Request, found: list[Mount], outputs: Outputs) -> int:
+        """Start the container with these mounts; returns the stage's exit code."""
+        raise NotImplementedError
+
+    def variables(self, request: Request, *, terminal: bool) -> tuple[list[str], dict[str, str]]:
+        """(names of the caller's variables that a container gets, further variables with their values)."""
+        passed, given = container_environment(
+            request.stage, request.caller, network=request.network, terminal=terminal, num_nodes=request.num_nodes
+        )
+        own = {"BAKEOFF_IMAGE": self.image[1], CACHE_VARIABLE: str(cache_dir(request.workspace_dir))}
+        return passed, {**given, **request.variables(self.image), **own}
 
 
 def run_client(
@@ -349,12 +371,3 @@ def run_client(
         if code != 0:
             code = failed(code if code > 0 else 128 - code)
     return signals.code_of_stage(code)
-
-
-def variables(request: Request, image: Image, *, terminal: bool) -> tuple[list[str], dict[str, str]]:
-    """(names of the caller's variables that a container gets, further variables with their values)."""
-    passed, given = container_environment(
-        request.stage, request.caller, network=request.network, terminal=terminal, num_nodes=request.num_nodes
-    )
-    cache = str(cache_dir(request.workspace_dir))
-    return passed, {**given, **request.variables(image), "BAKEOFF_IMAGE": image[1], CACHE_VARIABLE: cache}

@@ -16,11 +16,10 @@ from typing import Any
 from stages.core.environment import TMP_DIR
 from stages.core.errors import UserError
 from stages.core.signals import GRACE_S
-from stages.kit.launcher.container import INSIDE, Mount, NotUsable, Outputs, run_client, run_sealed, variables
+from stages.kit.launcher.container import INSIDE, Mount, NotUsable, Outputs, SealedEngine, run_client
 from stages.kit.launcher.gpus import Gpu, device_files
 from stages.kit.launcher.images import image_reference
 from stages.kit.launcher.pipeline import Request
-from stages.kit.launcher.process import Ended, Image
 
 HARDENING = (
     *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
@@ -46,16 +45,6 @@ class Client:
 
     program: str
     """docker or podman, or a path to one of them."""
-
-    @cached_property
-    def is_podman(self) -> bool:
-        """Whether it is podman, also if it is called docker: the package podman-docker installs such a script."""
-        path = Path(shutil.which(self.program) or self.program)
-        if "podman" in path.name:
-            return True
-        with path.open("rb") as file:
-            start = file.read(4096)
-        return start.startswith(b"#!") and b"podman" in start
 
     def ask(self, *args: str) -> subprocess.CompletedProcess[str]:
         """Run one of its commands and capture its output."""
@@ -83,24 +72,26 @@ class Client:
         found = self.ask("image", "inspect", "--format", "{{.Id}}", reference)
         return found.stdout.strip() if found.returncode == 0 else None
 
+    @cached_property
     def info(self) -> dict[str, Any]:
         """The engine's description of itself and its machine; empty if it gives none."""
         answer = self.ask("info", "--format", "{{json .}}")
         return dict(json.loads(answer.stdout)) if answer.returncode == 0 else {}
 
+    @property
+    def is_podman(self) -> bool:
+        """Whether it is podman, also if it is called docker: the package podman-docker installs such a script."""
+        return "host" in self.info
+
     def problem(self) -> str | None:
         """The reason why the engine cannot be used, in one line; None if it answers."""
-        answer = self.ask("info" if self.is_podman else "version")
+        answer = self.ask("ps", "--quiet")
         return None if answer.returncode == 0 else (answer.stderr.strip() or "no reason given").splitlines()[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContainerEngine:
-    name: str
+class ContainerEngine(SealedEngine):
     client: Client
-    image: Image
-    """The name is made from the hash of what it is built from; the digest is what is run, as the name could be given to
-    another image."""
 
     @classmethod
     def find(cls, name: str, workspace_dir: Path, target: str) -> ContainerEngine:
@@ -119,35 +110,27 @@ class ContainerEngine:
             raise NotUsable(f"{name} does not work here ({problem})")
         raise NotUsable(f"{name} has no image {reference}; build it with: make image TARGET={target}")
 
-    def run(self, request: Request) -> Ended:
-        """Run the stage to its end.
-
-        Signals that ask to end go on to the stage, which decides how to end. If the launcher is killed, the first
-        process of the container ends the stage.
-        """
-        return run_sealed(request, self.image, lambda found, outputs: self._run(request, found, outputs))
-
-    def _run(self, request: Request, found: list[Mount], outputs: Outputs) -> int:
-        stage, (_, image_id) = outputs.stage.name, self.image
+    def run_container(self, request: Request, found: list[Mount], outputs: Outputs) -> int:
+        stage = outputs.stage.name
         name = f"bakeoff-{stage.replace('@', '-')}-{secrets.token_hex(4)}"
         # Processes on several nodes have to reach each other.
         network = "host" if request.num_nodes > 1 else "bridge" if request.network else "none"
-        terminal, info = sys.stderr.isatty() and sys.stdout.isatty(), self.client.info()
+        terminal = sys.stderr.isatty() and sys.stdout.isatty()
         # Variables of the caller are passed by name alone: a value would show in the machine's list of processes.
-        passed, given = variables(request, self.image, terminal=terminal)
+        passed, given = self.variables(request, terminal=terminal)
         environment = [*passed, *(f"{key}={value}" for key, value in given.items())]
         command = [
             *(self.client.program, "run", "--rm", "--name", name, "--label", f"bakeoff.stage={stage}"),
             *("--label", f"bakeoff.workspace={request.workspace_dir}", "--pull", "never", "--log-driver", "none"),
             *("--sig-proxy=false", "--stop-timeout", str(GRACE_S), *(("--tty",) if terminal else ())),
-            *("--network", network, *HARDENING, *self._limits(request, info)),
+            *("--network", network, *HARDENING, *self._limits(request)),
             # Processes that train together look each other up by this name, also without a network.
             *(("--hostname", "localhost") if request.num_nodes == 1 else ()),
             *("--workdir", str(request.workspace_dir)),
-            *self._account_and_gpus(request.gpus, info),
+            *self._account_and_gpus(request.gpus),
             *(option for variable in environment for option in ("--env", variable)),
             *(option for mount in found for option in ("--mount", mount.option())),
-            *(image_id, *INSIDE, *request.command),
+            *(self.image[1], *INSIDE, *request.command),
         ]
 
         def send(number: int, _client: object) -> bool:
@@ -161,9 +144,9 @@ class ContainerEngine:
 
         return run_client(command, outputs.ready_path, send=send, failed=end)
 
-    def _limits(self, request: Request, info: dict[str, Any]) -> list[str]:
+    def _limits(self, request: Request) -> list[str]:
         """Options that keep a stage from taking all processes and all memory of the machine."""
-        own, devices = request.params.containers, request.params.active.device.count
+        own, devices, info = request.params.containers, request.params.active.device.count, self.client.info
         host = info.get("host", {})  # podman's
         total = int(host.get("memTotal", info.get("MemTotal", 0)))
         processes = max(PROCESSES, PROCESSES_PER_CORE * int(host.get("cpus", info.get("NCPU", 0))))
@@ -176,7 +159,7 @@ class ContainerEngine:
         memory = [f"--{name}={wanted}b" for name in ("memory", "memory-swap") if wanted]
         return ["--pids-limit", str(own.processes or processes * (1 + devices)), *memory]
 
-    def _account_and_gpus(self, gpus: tuple[Gpu, ...], info: dict[str, Any]) -> list[str]:
+    def _account_and_gpus(self, gpus: tuple[Gpu, ...]) -> list[str]:
         """Options for a container with the caller's account and these GPUs, and no other."""
         if self.client.is_podman:
             # podman would add writable folders (/run, /var/tmp), and the caller's proxies.
@@ -184,6 +167,7 @@ class ContainerEngine:
             devices = [option for gpu in gpus for option in ("--device", f"nvidia.com/gpu={gpu.uuid}")]
             return [*plain, *(() if os.getuid() == 0 else ("--userns", "keep-id")), *devices]
         # In a rootless Docker, root inside is the caller outside.
+        info = self.client.info
         rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
         user = ["--user", "0:0"] if rootless else ["--userns", "host", "--user", CALLER]
         # A container loses a GPU that --gpus alone has given it when systemd reloads its units, as at each update of

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from stages.core.errors import UserError
 from stages.kit.evaluation.vllm.environment import installed
 from stages.kit.launcher.apptainer import ApptainerEngine
-from stages.kit.launcher.container import NotUsable
+from stages.kit.launcher.container import NotUsable, SealedEngine
 from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.images import BELOW_VLLM, below
-from stages.kit.launcher.pipeline import Request
-from stages.kit.launcher.process import Ended, Image, ProcessEngine
+from stages.kit.launcher.process import ProcessEngine
 
-
-class Engine(Protocol):
-    """Runs stages, each in a process of its own."""
-
-    @property
-    def name(self) -> str:
-        """The name that records have."""
-
-    @property
-    def image(self) -> Image | None:
-        """The image of its containers; None without containers."""
-
-    def run(self, request: Request) -> Ended:
-        """Run the stage to its end. Raises UserError if it cannot be started."""
-
-
+Engine = SealedEngine | ProcessEngine
+"""`name` is the one that records have, `image` that of its containers, None without; `run` runs a stage to its end."""
 CONTAINER_ENGINES: dict[str, type[ContainerEngine | ApptainerEngine]] = {
     "docker": ContainerEngine,
     "podman": ContainerEngine,
@@ -42,11 +26,11 @@ ENGINES = (*CONTAINER_ENGINES, "process", "auto")
 
 
 def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[[str], None]) -> Engine:
-    """The engine of that name; for auto the first one that can run a stage of this checkout, which it logs.
+    """The engine of that name; for auto the first one that can run stages of this checkout, which it logs.
 
     target: the image that a container would need.
-    Raises UserError if there is no such engine, if an engine chosen by name cannot run the stage, and if the engine is
-    a process without vLLM and the stage needs it.
+    Raises UserError if there is no such engine, if the engine cannot run the stage, and if it is a process without vLLM
+    and the stage needs it. For auto, a stage with vLLM is sealed wherever the others are.
     """
     if name not in ENGINES:
         raise UserError(
@@ -56,14 +40,13 @@ def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[
     if name in CONTAINER_ENGINES:
         return CONTAINER_ENGINES[name].find(name, workspace_dir, target)
     reasons = []
-    for candidate in CONTAINER_ENGINES if name == "auto" else ():
+    for candidate, kind in CONTAINER_ENGINES.items() if name == "auto" else ():
         try:
-            engine = CONTAINER_ENGINES[candidate].find(candidate, workspace_dir, target)
+            engine = kind.find(candidate, workspace_dir, below(target))
         except NotUsable as reason:
-            if target in BELOW_VLLM and _is_usable(candidate, workspace_dir, below(target)):
-                raise  # the other stages are sealed here, so this one has to be
             reasons.append(str(reason))
         else:
+            engine = engine if target == below(target) else kind.find(candidate, workspace_dir, target)
             say(f"engine {candidate}, image {engine.image[0]}" + (f" ({'; '.join(reasons)})" if reasons else ""))
             return engine
     if reasons:
@@ -71,11 +54,3 @@ def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[
     if target in BELOW_VLLM:
         installed(below(target))  # or a UserError with the command
     return ProcessEngine()
-
-
-def _is_usable(name: str, workspace_dir: Path, target: str) -> bool:
-    try:
-        CONTAINER_ENGINES[name].find(name, workspace_dir, target)
-    except NotUsable:
-        return False
-    return True

@@ -12,12 +12,12 @@ import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import psutil
 
@@ -123,26 +123,20 @@ def _read_gpu(index: int) -> Gpu | None:
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         # Version 1 counts the hundreds of MiB that the driver reserves as used.
         memory = pynvml.nvmlDeviceGetMemoryInfo(device, pynvml.nvmlMemory_v2)
+        minor = -1
+        with suppress(pynvml.NVMLError_NotSupported):  # in WSL, which has no device files
+            minor = pynvml.nvmlDeviceGetMinorNumber(device)
         return Gpu(
             index=index,
             uuid=pynvml.nvmlDeviceGetUUID(device),
             name=pynvml.nvmlDeviceGetName(device),
-            minor=_minor(device),
+            minor=minor,
             used_bytes=memory.used,
             total_bytes=memory.total,
             processes=tuple(process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses_v3(device)),
         )
     except pynvml.NVMLError_GpuIsLost:
         return None
-
-
-def _minor(device: Any) -> int:
-    import pynvml
-
-    try:
-        return int(pynvml.nvmlDeviceGetMinorNumber(device))
-    except pynvml.NVMLError_NotSupported:
-        return -1
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The images that stages run in: their pins, and the tag that follows from everything an image is built from.
+"""The images that stages run in: their base, and the tag that follows from everything an image is built from.
 
 The launcher finds an image by its tag alone. Only what Debian has on the day is not in it: the C compiler of the images
 for GPUs. Imports nothing heavy: every stage waits for it.
@@ -32,15 +32,15 @@ PINS_VARIABLE = "BAKEOFF_PINS"
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """An image that is built on: by the images of stages, or by the compilation of flash-attn."""
+    """docker/images.yaml: the image that all images are built on."""
 
     image: str
     """Its name, e.g. `python:3.12.14-slim-trixie`."""
     digest: Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|local)$")]
     """The digest that `docker pull` prints; local: an image of this machine, by its name."""
-    python: str = ""
+    python: str
     """Its Python, e.g. "3.12.14": wheels are chosen for it before there is an image to ask."""
-    glibc: str = ""
+    glibc: str
     """Its C library, e.g. "2.41": the newest that a wheel may require."""
 
     @property
@@ -49,25 +49,9 @@ class Base:
         return self.image if self.digest == "local" else f"{self.image.rpartition(':')[0]}@{self.digest}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bases:
-    python: Base
-    cuda_devel: Annotated[Base, Field(alias="cuda-devel")]
-    """For the compilation of flash-attn."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pins:
-    """docker/images.yaml."""
-
-    bases: Bases
-    flash_attn: bool
-    """Whether the images for GPUs have it."""
-
-
-def read_pins(workspace_dir: Path) -> Pins:
+def read_base(workspace_dir: Path) -> Base:
     """Raises UserError if docker/images.yaml does not pin what it names."""
-    return read_settings(Pins, workspace_dir / os.environ.get(PINS_VARIABLE, "docker/images.yaml"))
+    return read_settings(Base, workspace_dir / os.environ.get(PINS_VARIABLE, "docker/images.yaml"))
 
 
 def image_reference(workspace_dir: Path, target: str) -> str:
@@ -79,30 +63,18 @@ def image_reference(workspace_dir: Path, target: str) -> str:
 
 def image_inputs(workspace_dir: Path, target: str) -> dict[str, str]:
     """Everything that the image is built from: files by their digest, the rest as it is."""
-    pins = read_pins(workspace_dir)
-    flash_attn = has_flash_attn(target, pins)
     files = ["Dockerfile", "install", f"{below(target)}.lock", "installer.lock"]
-    files += ["flash-attn.lock"] if flash_attn else []
     files += ["check_triton.py"] if below(target) == "cuda" else []
     files += [f"{target}.lock"] if target in BELOW_VLLM else []
     files += ["torchvision_on_cpu.py"] if target == "vllm-cpu" else []
     inputs = {f"docker/{name}": file_digest(workspace_dir / "docker" / name) for name in files}
-    inputs["date"] = SOURCE_DATE_EPOCH
-    inputs["base"] = pins.bases.python.reference
-    if flash_attn:
-        inputs["cuda-devel"] = pins.bases.cuda_devel.reference
-    if below(target) == "cpu":
-        inputs["torch"] = cpu_torch(workspace_dir)
-    return inputs
+    torch = {"torch": cpu_torch(workspace_dir)} if below(target) == "cpu" else {}
+    return inputs | torch | {"date": SOURCE_DATE_EPOCH, "base": read_base(workspace_dir).reference}
 
 
 def below(target: str) -> str:
     """The image with the stages' own packages: the target itself, or the one that vLLM's is made from."""
     return BELOW_VLLM.get(target, target)
-
-
-def has_flash_attn(target: str, pins: Pins) -> bool:
-    return pins.flash_attn and below(target) == "cuda"
 
 
 def cpu_torch(workspace_dir: Path) -> str:

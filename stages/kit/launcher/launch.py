@@ -39,7 +39,6 @@ from stages.kit.planning.plan import read_plan
 from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[3]
-INFINIBAND = Path("/dev/infiniband")
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -91,8 +90,6 @@ def launch(request: Request) -> int:
     engine = choose_engine(request.engine_name, workspace_dir=WORKSPACE_DIR, target=request.image_target, say=say)
     if engine.image is not None:  # a container runs only what dvc.yaml declares; docker/run train --help needs none
         request.require_declared()
-        if request.num_nodes > 1 and INFINIBAND.exists():
-            say(f"the nodes meet over TCP: a container has no {INFINIBAND}, a process has: BAKEOFF_ENGINE=process")
     if request.source and request.params.active.device.kind == "cuda":
         refuse_old_driver(f"what {request.title} fetches")
     refuse_online_tracking(request, engine)

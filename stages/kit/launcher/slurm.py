@@ -37,14 +37,13 @@ from typing import NamedTuple, TextIO
 
 from stages.core.environment import job_environment, numeric_settings
 from stages.core.errors import UserError
-from stages.core.lineage import file_digest
 from stages.core.params.schema import Params
 from stages.core.records import publish_text
 from stages.core.signals import ENDING, GRACE_S
 from stages.kit.launcher.container import ASIDE_DIR, locked, remove
 from stages.kit.launcher.pipeline import JOB_VARIABLE, Request, host_gib
 from stages.kit.launcher.process import ForwardedSignals, forwarded_signals
-from stages.kit.launcher.record import code_digest, recorded_inputs, used_params
+from stages.kit.launcher.record import code_digest, digests, recorded_inputs, used_params
 from stages.kit.planning.prediction import GIB
 from stages.kit.training.checkpoints import checkpoints_dir
 
@@ -231,14 +230,12 @@ def job_facts(request: Request) -> dict[str, object]:
     Raises UserError if an input is not what its stage made.
     """
     declared = request.require_declared()
-    folders = (request.workspace_dir / dep for dep in declared.inputs("docker"))
-    image_files = (path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file())
     return {
         "command": [request.stage, *request.args],
         "inputs": recorded_inputs(request.workspace_dir, request.stages, declared),
         "params": used_params(request.params, declared),
         "code": code_digest(request.workspace_dir, declared),
-        "image": {path.name: file_digest(path) for path in image_files},
+        "image": digests(request.workspace_dir, declared.inputs("docker")),
         "engine": request.engine_name,
     }
 

@@ -65,14 +65,6 @@ def test_hostile_names_run_no_code_and_remove_nothing(workspace: Path) -> None:
     assert outside.exists()
 
 
-def test_dvc_names_the_stages_and_each_logs_its_engine(workspace: Path) -> None:
-    nowhere = "unix:///nowhere"
-    output = dvc(workspace, "repro", BAKEOFF_ENGINE="auto", DOCKER_HOST=nowhere, CONTAINER_HOST=nowhere)
-    assert {path.name for path in (workspace / "data/bases").glob("*.txt")} == {"vlm.txt", "llm.txt"}
-    assert output.count("Running stage") == 2
-    assert output.count("launcher: engine process") == 2
-
-
 def test_no_other_account_may_write_the_launchers_files_whatever_the_umask(workspace: Path) -> None:
     new = "find . -path ./.dvc -prune -o -newer dvc.yaml -perm -o+w ! -type l -print"
     command = ("bash", "-c", f"umask 000 && docker/run base vlm && {new}")

@@ -4,8 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +19,15 @@ from stages.core.errors import UserError
 from stages.kit.launcher import gpus as module
 from stages.kit.launcher.gpus import POLL_S, SETTLE_S, Gpu, leased_gpus, read_gpus
 from tests import ROOT
-from tests.kit.launcher.small_checkout import notes, set_gpus
+from tests.kit.launcher.small_checkout import set_gpus
 
 MIB, GIB = 2**20, 2**30
 NOBODY = 2**30  # no pid is that large
+UUIDS = ("GPU-aaaa0000-01", "GPU-aaaa1111-02", "GPU-bbbb0000-03")
 
 
 def gpu(index: int, **known: Any) -> Gpu:
-    uuid = ("GPU-aaaa0000-01", "GPU-aaaa1111-02", "GPU-bbbb0000-03")[index]
-    return Gpu(**{"index": index, "uuid": uuid, "name": "H200", "used_bytes": 0, "total_bytes": 140 * GIB, **known})
+    return Gpu(**{"index": index, "uuid": UUIDS[index], "name": "H200", "total_bytes": 140 * GIB, **known})
 
 
 def in_use(index: int) -> Gpu:
@@ -178,96 +177,57 @@ def test_foreign_processes_are_named(machine: Machine) -> None:
         assert part in message
 
 
-STAGE = """
-import subprocess, sys
+HOLDER = f"""
+import subprocess, sys, time
 from pathlib import Path
 from stages.kit.launcher import gpus as module
-from stages.kit.launcher.gpus import Gpu
 
-name, count, num_gpus, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-module.read_gpus = lambda: [Gpu(index=index, uuid=f"GPU-{index}", name="H200") for index in range(num_gpus)]
-module.POLL_S = 0 if what == "turns" else 0.01
+GPUS = [module.Gpu(index=index, uuid=uuid, name="H200") for index, uuid in enumerate({UUIDS[:2]!r})]
+module.read_gpus = lambda: GPUS
+module.POLL_S = 0
 
-def note(text):
-    with open("notes", "a") as notes:
-        notes.write(f"{name} {text}\\n")
+def lease(count):
+    return module.leased_gpus(count, locks_dir=Path("gpus"), holder="a holder", visible=None, say=lambda _: None)
 
-def lease():
-    say = lambda line: note(f"says {line}")
-    return module.leased_gpus(count, locks_dir=Path("gpus"), holder=name, visible=None, say=say)
-
-# The moments in which turns could clash are short: without a rest, and often.
-for _ in range(100 if what == "turns" else 1):
-    with lease() as gpus:
-        if what == "worker":
-            note(f"pid {subprocess.Popen(['sleep', '600'], close_fds=False).pid}")
-        note("has " + " ".join(gpu.uuid for gpu in gpus))
-        if what != "turns":
-            sys.stdin.readline()
-        note("returns")
 """
 
-Start = Callable[..., subprocess.Popen[str]]
+
+def holder(folder: Path, code: str) -> subprocess.Popen[str]:
+    """A process that leases GPUs of a machine with two."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDER + code], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE
+    )
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a process that leases `count` of `num_gpus` and keeps them until it gets a line of input."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(name: str, *, count: int, num_gpus: int, what: str = "hold") -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", STAGE, name, str(count), str(num_gpus), what]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes))  # type: ignore[call-overload]
-        return started[-1]
-
-    yield start
-    for stage in started:
-        stage.kill()
-        stage.communicate()
+def test_many_turns_neither_overlap_nor_deadlock(tmp_path: Path) -> None:
+    # The moments in which turns could clash are short: without a rest, and often.
+    turns = """
+for _ in range(100):
+    with lease({}) as gpus:
+        for gpu in gpus:
+            Path(gpu.uuid).touch(exist_ok=False)
+        for gpu in gpus:
+            Path(gpu.uuid).unlink()
+"""
+    holders = [holder(tmp_path, turns.format(count)) for count in (2, 2, 1)]
+    assert [each.wait() for each in holders] == [0, 0, 0]
 
 
-def wait_for_note(folder: Path, beginning: str) -> str:
-    for _ in range(3000):
-        for note in notes(folder):
-            if note.startswith(beginning):
-                return note
-        time.sleep(0.01)
-    pytest.fail(f"{beginning!r} was never written: {notes(folder)}")
-
-
-def let_return(stage: subprocess.Popen[str]) -> None:
-    _, errors = stage.communicate("\n")
-    assert stage.returncode == 0, errors
-
-
-def test_many_turns_neither_overlap_nor_deadlock(start: Start, tmp_path: Path) -> None:
-    stages = [start(name, count=count, num_gpus=2, what="turns") for name, count in (("a", 2), ("b", 2), ("c", 1))]
-    for stage in stages:
-        let_return(stage)
-    held: dict[str, set[str]] = {}
-    num_leases = 0
-    for name, what, *uuids in (note.split() for note in notes(tmp_path)):
-        if what == "returns":
-            del held[name]
-        elif what == "has":
-            assert not set(uuids) & set().union(*held.values()), notes(tmp_path)
-            held[name] = set(uuids)
-            num_leases += 1
-    assert (num_leases, held) == (3 * 100, {})
-
-
-def test_killed_holder_frees_its_gpus_though_its_worker_lives_on(start: Start, tmp_path: Path) -> None:
-    first = start("a", count=2, num_gpus=2, what="worker")
-    wait_for_note(tmp_path, "a has")
-    worker = psutil.Process(int(wait_for_note(tmp_path, "a pid").split()[-1]))
-    try:
-        second = start("b", count=2, num_gpus=2)
-        wait_for_note(tmp_path, "b says")
-        first.kill()
-        wait_for_note(tmp_path, "b has")
-        assert worker.is_running()
-        let_return(second)
-    finally:
-        worker.kill()
+def test_killed_holder_frees_its_gpus_though_its_worker_lives_on(machine: Machine, tmp_path: Path) -> None:
+    holds = """
+with lease(2):
+    print(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, close_fds=False).pid, flush=True)
+    time.sleep(600)
+"""
+    with holder(tmp_path, holds) as killed:
+        assert killed.stdout is not None
+        worker = psutil.Process(int(killed.stdout.readline()))
+        machine.events = [killed.kill, killed.wait]
+        try:
+            with machine.lease(2, gpu(0), gpu(1)) as gpus:
+                assert indices(gpus) == [0, 1]
+                assert worker.is_running()
+        finally:
+            worker.kill()
+    assert "GPU 0 is leased to a holder (pid" in machine.lines[0]
