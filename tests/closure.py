@@ -2,9 +2,10 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from grimp import ImportGraph, build_graph
 
 from tests import ROOT
 
@@ -17,36 +18,42 @@ def import_closure(module: str) -> frozenset[str]:
     other kinds that a module names in a string, next to itself or in every folder next to itself (`*/NAME`), count too.
     """
     seen: set[str] = set()
-    waiting = [module]
+    waiting = {module}
     while waiting:
-        name = waiting.pop()
-        path = _path(name)
-        if path is None or str(path.relative_to(ROOT)) in seen:
-            continue
-        seen.add(str(path.relative_to(ROOT)))
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        waiting += _imports(tree, package=name if path.name == "__init__.py" else name.rpartition(".")[0])
-        waiting += _parents(name)
-        seen |= {str(file.relative_to(ROOT)) for file in _named_files(tree, path.parent)}
-    return frozenset(path for path in seen if has_code(ROOT / path))
+        seen.add(name := waiting.pop())
+        waiting |= {*imports().find_modules_directly_imported_by(name), name.rpartition(".")[0]} - seen - {""}
+    files = {path for name in seen for path in (module_path(name), *_named_files(module_path(name)))}
+    return frozenset(str(path.relative_to(ROOT)) for path in files if has_code(path))
 
 
+@cache
+def imports() -> ImportGraph:
+    return build_graph("stages", "tools", exclude_type_checking_imports=True, cache_dir=None)
+
+
+def module_path(module: str) -> Path:
+    plain = ROOT / Path(*module.split("."))
+    return next(path for path in (plain.with_suffix(".py"), plain / "__init__.py") if path.is_file())
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def has_code(path: Path) -> bool:
     """Whether a file holds anything: a Python file more than its docstring."""
-    text = path.read_text(encoding="utf-8").strip()
-    if path.suffix != ".py" or not text:
-        return bool(text)
-    tree = ast.parse(text)
-    return len(tree.body) > (ast.get_docstring(tree) is not None)
+    if path.suffix != ".py":
+        return bool(path.read_text(encoding="utf-8").strip())
+    return len(parsed(path).body) > (ast.get_docstring(parsed(path)) is not None)
 
 
 def task_modules(module: str) -> set[str]:
     """The modules of a task that a stage loads: the literals in its calls of `load_task`."""
-    path = _path(module)
-    assert path is not None, module
     return {
         str(node.args[1].value)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(module_path(module)))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "load_task"
@@ -54,38 +61,9 @@ def task_modules(module: str) -> set[str]:
     }
 
 
-def _path(module: str) -> Path | None:
-    """The file of one of the project's modules; None for a name inside a module and for other packages."""
-    plain = ROOT / Path(*module.split("."))
-    return next((path for path in (plain.with_suffix(".py"), plain / "__init__.py") if path.is_file()), None)
-
-
-def _parents(module: str) -> list[str]:
-    steps = module.split(".")
-    return [".".join(steps[:count]) for count in range(1, len(steps))]
-
-
-def _imports(tree: ast.Module, package: str) -> Iterator[str]:
-    only_for_types = {
-        child
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for child in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if node in only_for_types:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in {package}"
-            assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _named_files(tree: ast.Module, folder: Path) -> Iterator[Path]:
-    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    for text in texts:
-        if re.fullmatch(r"(\*/)?[\w.-]+\.(html|css|js|json|yaml)", text):
-            yield from folder.glob(text)
+@cache
+def _named_files(path: Path) -> frozenset[Path]:
+    nodes = ast.walk(parsed(path))
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    names = [text for text in texts if re.fullmatch(r"(\*/)?[\w.-]+\.(html|css|js|json|yaml)", text)]
+    return frozenset(file for name in names for file in path.parent.glob(name))

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -45,8 +44,7 @@ class Ended:
     """A command that was run."""
 
     command: str
-    code: int | None
-    """None: it had not ended by the limit, and was killed."""
+    code: int
     output: str
     left_running: tuple[str, ...]
     """Processes of the workspace that did not end in time, and were killed."""
@@ -58,20 +56,12 @@ class Workspace:
 
     folder: Path
     environment: Mapping[str, str]
-    limit_s: float = LIMIT_S
-    """For one command."""
 
     def dvc(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
         return self.python("-m", "dvc", *arguments, meanwhile=meanwhile)
 
     def python(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
         """Run a command to its end. meanwhile: called with the process once it has started."""
-        hung = threading.Event()
-
-        def end() -> None:
-            hung.set()
-            self.kill_all()
-
         log_path = self.folder.with_name(f"{self.folder.name}.log")
         with log_path.open("wb") as log:
             process = subprocess.Popen(
@@ -83,22 +73,14 @@ class Workspace:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            deadline = threading.Timer(self.limit_s, end)
-            deadline.start()
             try:
                 if meanwhile is not None:
                     meanwhile(process)
-                process.wait()
+                process.wait(LIMIT_S)
             finally:
-                deadline.cancel()
-                deadline.join()
-                left = self.wait_for_processes(0 if hung.is_set() or process.poll() is None else GRACE_S)
-        return Ended(
-            command=" ".join(arguments).removeprefix("-m "),
-            code=None if hung.is_set() else process.returncode,
-            output=log_path.read_text(encoding="utf-8", errors="replace"),
-            left_running=left,
-        )
+                left = self.wait_for_processes(0 if process.poll() is None else GRACE_S)
+        output = log_path.read_text(encoding="utf-8", errors="replace")
+        return Ended(command=" ".join(arguments), code=process.returncode, output=output, left_running=left)
 
     def wait_for_processes(self, seconds: float) -> tuple[str, ...]:
         """Wait until no process works in the workspace; those that still do are killed and returned."""
@@ -222,8 +204,7 @@ def copy_folder(source: Path, folder: Path) -> None:
 
 
 def require_clean_end(ended: Ended) -> None:
-    """It came to an end, without a traceback, and left no process running."""
-    assert ended.code is not None, f"{ended.command} hung"
+    """It ended without a traceback, and left no process running."""
     assert not ended.left_running, f"{ended.command} left running: {ended.left_running}"
     assert "Traceback (most recent call last):\n" not in ended.output, ended.output
 
