@@ -24,7 +24,11 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files begin first: at the end, processes that share the tests have small ones left to even out."""
-    items.sort(key=lambda item: item.get_closest_marker("pipeline") is None)
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        return item.get_closest_marker("pipeline") is None, not item.nodeid.startswith(("tests/kit/", "tests/tools/"))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

@@ -71,22 +71,23 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: it would be in the test's output."""
 
     def _take(self) -> None:
-        asked = f"{self.command} {self.path}"
+        asked, body = f"{self.command} {self.path}", self._body()
         self.of.requests.append(asked)
-        body = self._body()
         if self.of.lose and re.search(self.of.lose, asked):
             self.close_connection = True
             self.connection.close()
             return
         open_to_all = asked.startswith(("PUT /objects/", "POST /api/validate-yaml"))
         if not open_to_all and self.headers["Authorization"] != f"Bearer {TOKEN}":
-            self._answer(401, {"error": "Invalid username or password."})
-            return
-        for pattern, answer in ROUTES:
-            if found := re.fullmatch(pattern, asked.partition("?")[0]):
-                self._answer(*answer(self.of, body, *found.groups()))
-                return
-        self._answer(404, {"error": f"the stand-in does not know {asked}"})
+            status, content = 401, {"error": "Invalid username or password."}
+        else:
+            status, content = _reply(self.of, asked.partition("?")[0], body)
+        answer = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -98,28 +99,42 @@ class _Handler(BaseHTTPRequestHandler):
             return content
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def _answer(self, status: int, content: Any) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+
+def _reply(hub: Hub, asked: str, body: bytes) -> tuple[int, Any]:
+    """Status and content."""
+    match re.split("[ /]+", asked):
+        case ["PUT", "objects", digest]:
+            hub.objects[digest] = body
+            right = hashlib.sha256(body).hexdigest() == digest
+            return (200, {}) if right else (400, {"error": "the content has another digest"})
+        case ["POST", "api", "models", owner, name, "commit", "main"]:
+            return _commit(hub, f"{owner}/{name}", body)
+        case ["GET", "api", "whoami-v2"]:
+            return 200, {"name": "somebody", "type": "user"}
+    content = json.loads(body or b"null")
+    match re.split("[ /]+", asked):
+        case ["POST", "api", "validate-yaml"]:
+            metadata = YAML(typ="safe").load(content["content"].split("---\n")[1])
+            if metadata.get("license") in (*LICENCES, None):
+                return 200, {"errors": [], "warnings": []}
+            return 400, {"errors": [{"message": f'"license" must be one of [{", ".join(LICENCES)}]'}], "warnings": []}
+        case ["POST", "api", "repos", "create"]:
+            return _create(hub, content)
+        case ["DELETE", "api", "repos", "delete"]:
+            del hub.repositories[f"{content['organization']}/{content['name']}"]
+            return 200, {}
+        case ["POST", "api", "models", _, _, "preupload", "main"]:
+            modes = {file["path"]: "lfs" if file["path"].endswith(LARGE) else "regular" for file in content["files"]}
+            files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
+            return 200, {"files": files}
+        case ["POST", _, _, "info", "lfs", "objects", "batch"]:
+            href = f"{hub.url}/objects/"
+            objects = [{**each, "actions": {"upload": {"href": href + each["oid"]}}} for each in content["objects"]]
+            return 200, {"transfer": "basic", "objects": objects}
+    return 404, {"error": f"the stand-in does not know {asked}"}
 
 
-def _whoami(hub: Hub, body: bytes) -> tuple[int, Any]:
-    return 200, {"name": "somebody", "type": "user"}
-
-
-def _validate(hub: Hub, body: bytes) -> tuple[int, Any]:
-    metadata = YAML(typ="safe").load(json.loads(body)["content"].split("---\n")[1])
-    if metadata.get("license") in (*LICENCES, None):
-        return 200, {"errors": [], "warnings": []}
-    return 400, {"errors": [{"message": f'"license" must be one of [{", ".join(LICENCES)}]'}], "warnings": []}
-
-
-def _create(hub: Hub, body: bytes) -> tuple[int, Any]:
-    asked = json.loads(body)
+def _create(hub: Hub, asked: dict[str, Any]) -> tuple[int, Any]:
     name = f"{asked['organization']}/{asked['name']}"
     if asked["organization"] != "somebody":
         return 403, {"error": f"You don't have the rights to create a model in {asked['organization']}"}
@@ -129,37 +144,7 @@ def _create(hub: Hub, body: bytes) -> tuple[int, Any]:
     return 200, {"url": f"{hub.url}/{name}", "name": name}
 
 
-def _delete(hub: Hub, body: bytes) -> tuple[int, Any]:
-    asked = json.loads(body)
-    del hub.repositories[f"{asked['organization']}/{asked['name']}"]
-    return 200, {}
-
-
-def _preupload(hub: Hub, body: bytes, name: str) -> tuple[int, Any]:
-    def mode(path: str) -> str:
-        return "lfs" if path.endswith(LARGE) else "regular"
-
-    files = json.loads(body)["files"]
-    return 200, {
-        "files": [{"path": file["path"], "uploadMode": mode(file["path"]), "shouldIgnore": False} for file in files]
-    }
-
-
-def _batch(hub: Hub, body: bytes, name: str) -> tuple[int, Any]:
-    def upload(asked: dict[str, Any]) -> dict[str, Any]:
-        return {**asked, "actions": {"upload": {"href": f"{hub.url}/objects/{asked['oid']}"}}}
-
-    return 200, {"transfer": "basic", "objects": [upload(each) for each in json.loads(body)["objects"]]}
-
-
-def _object(hub: Hub, body: bytes, digest: str) -> tuple[int, Any]:
-    if hashlib.sha256(body).hexdigest() != digest:
-        return 400, {"error": "the content has another digest"}
-    hub.objects[digest] = body
-    return 200, {}
-
-
-def _commit(hub: Hub, body: bytes, name: str) -> tuple[int, Any]:
+def _commit(hub: Hub, name: str, body: bytes) -> tuple[int, Any]:
     repository = hub.repositories[name]
     for line in map(json.loads, body.splitlines()):
         value = line["value"]
@@ -169,15 +154,3 @@ def _commit(hub: Hub, body: bytes, name: str) -> tuple[int, Any]:
             repository.files[value["path"]] = hub.objects[value["oid"]]
     repository.commits += 1
     return 200, {"commitUrl": f"{hub.url}/{name}/commit/1", "commitOid": "1" * 40, "success": True}
-
-
-ROUTES = (
-    ("GET /api/whoami-v2", _whoami),
-    ("POST /api/validate-yaml", _validate),
-    ("POST /api/repos/create", _create),
-    ("DELETE /api/repos/delete", _delete),
-    ("POST /api/models/([^/]+/[^/]+)/preupload/main", _preupload),
-    (r"POST /([^/]+/[^/]+)\.git/info/lfs/objects/batch", _batch),
-    ("PUT /objects/([0-9a-f]+)", _object),
-    ("POST /api/models/([^/]+/[^/]+)/commit/main", _commit),
-)

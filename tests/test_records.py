@@ -100,7 +100,7 @@ RECORDS = [
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: Path(record.path).stem)
 @given(data=st.data())
-@quick(120)
+@quick(60)
 def test_any_damage_to_a_record_is_refused_on_one_line_with_the_command_or_it_can_be_used(
     record: Written, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -242,7 +242,6 @@ def test_a_large_merged_model_in_several_files_is_the_same(workspace: Path, monk
     again = MergeCertificate.read(run_dir / "merge.json")
     assert again.weights_digest == certified.weights_digest
     assert again.merged_digest == verified_lineage(run_dir / "merged", fix="").digest != certified.merged_digest
-    done("evaluate", "r2-vision-only")
 
 
 def test_two_sharded_processes_train_as_one_does(workspace: Path) -> None:
@@ -270,7 +269,6 @@ def test_two_sharded_processes_train_as_one_does(workspace: Path) -> None:
     for name, tensor in together.items():
         torch.testing.assert_close(tensor, alone[name], rtol=0, atol=2e-5)
     assert verified_lineage(trained, fix="").name == recipe
-    done("merge", recipe)
 
 
 def test_a_recipe_that_does_not_fit_is_refused_with_what_would_or_lowered(workspace: Path) -> None:

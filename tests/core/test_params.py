@@ -291,7 +291,7 @@ A_REFUSAL = re.compile(
         [*"\t\n:-&*[]{}'\"#", "\n  ", "<<: ", "- ", "*a", "&a ", "~", "1e9", "9" * 400, "\0", "\\ud800"],
     )
 )
-@quick(80)
+@quick(40)
 def test_any_damage_gives_problems_with_their_paths_or_params_that_resolve(content: str, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.yaml"
     path.write_text(content, encoding="utf-8")

@@ -76,7 +76,7 @@ def test_a_record_that_never_ends_is_refused(suffix: str, tmp_path: Path) -> Non
 @example(content="[" * 1000)
 @example(content="a: &a [*a, *a]")
 @example(content="a: !!bool tiny")
-@quick(400)
+@quick(200)
 def test_any_yaml_is_read_or_refused_on_one_line(content: str | bytes, path: Path) -> None:
     try:
         json.dumps(read(content, path))

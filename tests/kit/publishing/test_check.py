@@ -455,7 +455,7 @@ def loaded(folder: Path) -> dict[str, bytes]:
 
 
 @given(data=st.data())
-@quick(120)
+@quick(60)
 def test_whatever_is_damaged_and_signed_again_nothing_else_is_loaded(
     published: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -86,7 +86,7 @@ def test_micro_batches_of_an_effective_batch_follow_one_trajectory(build: Build,
         recipe, micro_batch=16, samples=24, effective_batch=16, epochs=1, lora=replace(lora, dropout=0.0)
     )
     ends, losses = [], []
-    for micro_batch in (16, 2, 1):
+    for micro_batch in (16, 2):
         plan = next(rung for rung in rungs(planned) if rung.schedule.micro_batch == micro_batch)
         trainer = build(plan)
         collator = trainer.data_collator
@@ -95,10 +95,9 @@ def test_micro_batches_of_an_effective_batch_follow_one_trajectory(build: Build,
         ends.append(weights(trainer))
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert len(losses[0]) == 2
-    for other, end in zip(losses[1:], ends[1:], strict=True):
-        assert other == pytest.approx(losses[0], rel=1e-4)
-        for name, tensor in ends[0].items():
-            torch.testing.assert_close(end[name], tensor, rtol=0, atol=2e-5)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(ends[1][name], tensor, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("recipe", ["r1-llm-only", "r2-vision-only"])
@@ -178,7 +177,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(("recipe", "product"), [("r2-vision-only", "addmm"), ("r4-joint", "gemm_4bit")])
 def test_products_have_the_plans_precision(build: Build, precision: Any, recipe: str, product: str) -> None:
-    trainer = build(replace(plan_for(recipe, epochs=1), precision=precision))
+    trainer = build(replace(plan_for(recipe, epochs=1, samples=4), precision=precision))
     assert (trainer.accelerator.scaler is not None) == (precision == "fp16")
     step, products = trainer.training_step, Products()
 

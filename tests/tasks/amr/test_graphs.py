@@ -79,7 +79,7 @@ def test_variables_are_letters_of_the_concepts_and_pass_over_what_is_taken() -> 
 
 
 @given(graph=graphs(), data=st.data())
-@quick(150)
+@quick(80)
 def test_a_graph_with_its_text_damaged_is_a_graph_or_malformed(graph: Node, data: st.DataObject) -> None:
     lines = data.draw(st.sampled_from([penman_line, penman_lines]))(graph)
     text = data.draw(damaged_text(lines, PIECES))

@@ -65,7 +65,7 @@ def test_fields_are_counted_by_path_and_value(answer: str, share: float) -> None
 
 
 @given(data=st.data())
-@quick(500)
+@quick(150)
 def test_field_accuracy_of_any_answer_is_a_share(data: st.DataObject) -> None:
     answer = data.draw(damaged_text(ORDER, ["[", "]", "{", "}", ",", "1e999", "NaN", "9" * 5000]) | VALUES.map(repr))
     share = field_accuracy(answer, ORDER)

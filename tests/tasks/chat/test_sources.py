@@ -257,7 +257,7 @@ SHOWN = {"messages": asked(IMAGE, TEXT, IMAGE), "images": ["a.png", "b.png"]}
 
 
 @given(content=damaged_tree(TURNS) | damaged_tree(SIDES) | damaged_tree(SHOWN) | VALUES)
-@quick(600)
+@quick(250)
 def test_any_object_is_a_conversation_or_has_its_problems_named(content: Any) -> None:
     found = parse_conversation(content if isinstance(content, dict) else {"messages": content})
     if isinstance(found, ParsedConversation):

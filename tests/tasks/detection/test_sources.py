@@ -309,7 +309,7 @@ def damaged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @given(data=st.data())
-@quick(150)
+@quick(60)
 def test_a_damaged_folder_gives_records_or_a_refusal(damaged: Damaged, data: st.DataObject) -> None:
     def change(folder: Path) -> None:
         path = folder / data.draw(st.sampled_from(sorted(damaged.whole)))
