@@ -109,19 +109,22 @@ def wheelhouse_dir(target: str) -> Path:
 
 def build_options(target: str, base: images.Base, reference: str) -> list[str]:
     """Options of the build: the base, and the image's labels."""
+    inputs = images.image_inputs(WORKSPACE_DIR, target)
+    arguments = {"PYTHON_IMAGE": base.reference, "SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}
+    if "cuda_devel" in inputs:
+        arguments |= {"FLASH_ATTN": "true", "CUDA_DEVEL_IMAGE": inputs["cuda_devel"]}
     labels = {
         "org.opencontainers.image.title": f"bakeoff {target}",
         "org.opencontainers.image.version": reference.rpartition(":")[2],
         "org.opencontainers.image.base.name": base.image,
         "org.opencontainers.image.base.digest": base.digest,
-        "bakeoff.inputs": json.dumps(images.image_inputs(WORKSPACE_DIR, target), sort_keys=True),
+        "bakeoff.inputs": json.dumps(inputs, sort_keys=True),
         "bakeoff.wheelhouse": " ".join(wheelhouse_digest(wheelhouse_dir(name)) for name in packages_of(target)),
     }
     return [
         *("--file", str(WORKSPACE_DIR / "docker/Dockerfile"), "--target", target, "--tag", reference),
         *(("--network", "none") if target == "cpu" else ()),
-        *("--build-arg", f"PYTHON_IMAGE={base.reference}"),
-        *("--build-arg", f"SOURCE_DATE_EPOCH={SOURCE_DATE_EPOCH}"),
+        *(option for name, value in arguments.items() for option in ("--build-arg", f"{name}={value}")),
         *(option for name, value in labels.items() for option in ("--label", f"{name}={value}")),
     ]
 

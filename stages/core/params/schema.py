@@ -145,7 +145,7 @@ class MemoryParams:
     micro_batch: Size
     """Samples on one device in one forward pass; gradient accumulation makes up the effective batch."""
     attn: Attention = "auto"
-    """auto: torch's own, which has flash-attn's kernels; flash_attention_2 needs flash-attn's package installed."""
+    """auto: torch's own, which has flash-attn's kernels; flash_attention_2 needs an image with flash-attn."""
     padding_free: PaddingFree = "auto"
     """Samples of a micro-batch concatenated in one row, without padding. auto: where that is faster; on: wherever it
     computes the same."""

@@ -32,7 +32,7 @@ PINS_VARIABLE = "BAKEOFF_PINS"
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """docker/images.yaml: the image that all images are built on."""
+    """docker/images.yaml: what all images are built on."""
 
     image: str
     """Its name, e.g. `python:3.12.14-slim-trixie`."""
@@ -42,6 +42,9 @@ class Base:
     """Its Python, e.g. "3.12.14": wheels are chosen for it before there is an image to ask."""
     glibc: str
     """Its C library, e.g. "2.41": the newest that a wheel may require."""
+    flash_attn: bool = False
+    """Whether the images for GPUs have flash-attn, compiled in `cuda_devel`."""
+    cuda_devel: str = ""
 
     @property
     def reference(self) -> str:
@@ -67,9 +70,13 @@ def image_inputs(workspace_dir: Path, target: str) -> dict[str, str]:
     files += ["check_triton.py"] if below(target) == "cuda" else []
     files += [f"{target}.lock"] if target in BELOW_VLLM else []
     files += ["torchvision_on_cpu.py"] if target == "vllm-cpu" else []
+    base = read_base(workspace_dir)
+    flash_attn = base.flash_attn and below(target) == "cuda"
+    files += ["flash-attn.lock"] if flash_attn else []
     inputs = {f"docker/{name}": file_digest(workspace_dir / "docker" / name) for name in files}
     torch = {"torch": cpu_torch(workspace_dir)} if below(target) == "cpu" else {}
-    return inputs | torch | {"date": SOURCE_DATE_EPOCH, "base": read_base(workspace_dir).reference}
+    cuda = {"cuda_devel": base.cuda_devel} if flash_attn else {}
+    return inputs | torch | cuda | {"date": SOURCE_DATE_EPOCH, "base": base.reference}
 
 
 def below(target: str) -> str:

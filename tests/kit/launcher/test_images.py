@@ -18,9 +18,9 @@ def workspace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def change_digest(workspace: Path, digest: str) -> None:
+def change_pin(workspace: Path, name: str, value: str) -> None:
     path = workspace / "docker/images.yaml"
-    path.write_text(re.sub("digest: .*", f"digest: {digest}", path.read_text()))
+    path.write_text(re.sub(f"^{name}: .*", f"{name}: {value}", path.read_text(), flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,10 @@ def change_digest(workspace: Path, digest: str) -> None:
         ("docker/torchvision_on_cpu.py", None, ("vllm-cpu",)),
         ("docker/dev.lock", None, ()),
         ("docker/images.yaml", None, ()),  # its values count, not its text
+        ("docker/flash-attn.lock", None, ()),  # compiled for those who ask for it alone
         ("digest", "sha256:" + 64 * "1", TARGETS),
+        ("cuda_devel", "nvidia/cuda:other", ()),
+        ("flash_attn", "true", ("cuda", "vllm")),
         ("pyproject.toml", "torch==1.2.3", ("cpu", "vllm-cpu")),  # torch's CPU build, which no lock has
     ],
 )
@@ -43,8 +46,8 @@ def test_tag_changes_with_what_an_image_is_built_from(
 ) -> None:
     before = {target: image_reference(workspace, target) for target in TARGETS}
     assert all(re.fullmatch(rf"bakeoff:{target}-[0-9a-f]{{12}}", name) for target, name in before.items())
-    if changed == "digest" and to:
-        change_digest(workspace, to)
+    if to and changed in ("digest", "flash_attn", "cuda_devel"):
+        change_pin(workspace, changed, to)
     else:
         text = (workspace / changed).read_text()
         (workspace / changed).write_text(re.sub(r"torch==[\d.]+", to, text) if to else f"{text}\n# changed\n")
@@ -59,7 +62,7 @@ def test_other_pins_are_another_image(workspace: Path, monkeypatch: pytest.Monke
 
 
 def test_base_without_a_digest_is_refused(workspace: Path) -> None:
-    change_digest(workspace, "latest")
+    change_pin(workspace, "digest", "latest")
     with pytest.raises(UserError, match="digest"):
         read_base(workspace)
 
