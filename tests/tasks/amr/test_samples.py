@@ -53,8 +53,8 @@ def test_the_first_step_is_restored_but_for_constants_that_look_like_variables(g
     ("text", "answer_format", "reason"),
     [
         ("", "full", "there is no graph"),
-        ("(tôi :agent #1)", "ptr", "no node carries the pointer #1"),
-        ("(tôi #1 :agent (ta #1))", "ptr", "two nodes carry the pointer #1"),
+        ("(tôi :agent #1)", "ptr", "no node is called #1"),
+        ("(tôi #1 :agent (ta #1))", "ptr", "two nodes are called #1"),
         ("(t / tôi)", "mtup", "not followed by a line of ---"),
         (f"(tôi){SEPARATOR}(t / tôi", "mtup", "never closed"),
     ],

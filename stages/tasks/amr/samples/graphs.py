@@ -3,10 +3,10 @@
 A graph is a tree of nodes in the order of its text, with a reference wherever a node is mentioned again. A reference
 names its node by number, so that two graphs are equal whatever their variables were called.
 
-The grammar is that of the penman library. Text that the annotators of ViSemPar write and penman refuses is rewritten
-first, without inventing anything: concepts and values of several words (`chủ tịch`), words with the characters of the
-notation in them (`km/h`, `10:30`), roles and variables without space around them (`:pivot(t/tôi)`), alignments
-(`~e.4`, dropped). References to a node before its definition are PENMAN already.
+The grammar is that of the penman library, and what the annotators of ViSemPar write beside it: concepts and values of
+several words (`chủ tịch`), words with the characters of the notation in them (`km/h`, `10:30`), roles and variables
+without space around them (`:pivot(t/tôi)`). Alignments (`~e.4`) are dropped. The same reader refuses a broken text, or
+drops its faults.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from __future__ import annotations
 import itertools
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import penman
 
@@ -78,7 +77,9 @@ def read_graph(text: str) -> Node:
     A value that is no variable of the graph is a constant, as is an undefined variable.
     Raises MalformedGraph.
     """
-    return _parse(_balanced(_tokenized(text)))
+    graph = _read(text, variables=True, fault=_refuse)
+    assert graph is not None, text
+    return graph
 
 
 def read_without_variables(text: str) -> Node:
@@ -86,7 +87,21 @@ def read_without_variables(text: str) -> Node:
 
     A node that is referred to carries a pointer, `#` and a number, behind its concept. Raises MalformedGraph.
     """
-    return _parse(_with_variables(_balanced(_tokenized(text, variables=False))))
+    graph = _read(text, variables=False, fault=_refuse)
+    assert graph is not None, text
+    return graph
+
+
+def repaired_graph(text: str, *, variables: bool) -> Node | None:
+    """The graph of a broken text without its faults; None if not even a concept is left.
+
+    Text before and after the graph goes, parentheses that are open at the end are closed, and a role without a target,
+    a target without a role, a node without a concept and an unmatched bracket or quote are dropped. If two nodes have
+    one name, references mean the first.
+
+    variables: whether nodes have variables, or else pointers.
+    """
+    return _read(text, variables=variables, fault=lambda *_: None)
 
 
 def canonical(graph: Node) -> Node:
@@ -179,9 +194,7 @@ _WORD = r'(?:[^\s()":]|:(?![^\W\d_]))+'
 _STRAY = r':[^\s()"]*|[/#]+(?=[\s()":]|\Z)'
 _VARIABLE = r'[^\s()":/]+\s*/'
 _ALIGNMENT = re.compile(r"~(?:[a-z]\.?)?[0-9]+(?:,[0-9]+)*$")
-_PLAIN = re.compile(r"[^\s()\"/:~#][^\s()\"/:~]*(?:\N{NO-BREAK SPACE}[^\s()\"/:~]+)*")
-# Holds the words of a concept together for penman, to which only ASCII whitespace separates.
-_JOINT = "\N{NO-BREAK SPACE}"
+_PLAIN = re.compile(r"[^\s()\"/:~#][^\s()\"/:~]*(?: [^\s()\"/:~]+)*")
 
 
 @cache
@@ -205,8 +218,8 @@ def _matches(text: str, *, variables: bool) -> Iterator[re.Match[str]]:
             return
 
 
-def _tokenized(text: str, *, variables: bool = True) -> list[Token]:
-    """Tokens that penman accepts: words joined, quoted if necessary, alignments dropped.
+def _tokenized(text: str, *, variables: bool) -> list[Token]:
+    """The tokens: words joined by one space and quoted if PENMAN needs it, alignments dropped.
 
     variables: whether every node starts with one. Without them a node may carry a pointer.
     """
@@ -225,118 +238,39 @@ def _tokenized(text: str, *, variables: bool = True) -> list[Token]:
             tokens.append(Token(kind, match[0], line))
         elif word := _ALIGNMENT.sub("", match[0]):
             if tokens and tokens[-1].kind == "word":
-                tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + _JOINT + word)
+                tokens[-1] = tokens[-1]._replace(text=f"{tokens[-1].text} {word}")
             else:
                 tokens.append(Token("word", word, line))
     return [token._replace(text=_quoted(token.text)) if token.kind == "word" else token for token in tokens]
 
 
 def _quoted(word: str) -> str:
-    if _PLAIN.fullmatch(word):
-        return word
-    escaped = word.replace(_JOINT, " ").replace("\\", "\\\\")
-    return f'"{escaped}"'
-
-
-def _spaced(word: str) -> str:
-    """The word of a token as it was written."""
-    return word.replace(_JOINT, " ")
+    escaped = word.replace("\\", "\\\\")
+    return word if _PLAIN.fullmatch(word) else f'"{escaped}"'
 
 
 def _nfc(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def _balanced(tokens: list[Token]) -> list[Token]:
-    """The tokens unchanged. Raises MalformedGraph for faults that penman misses, or at which it runs out of stack."""
-    depth = 0
-    for index, token in enumerate(tokens):
-        if token.kind == "quote":
-            raise MalformedGraph("a quote is opened and never closed", token.line)
-        if depth == 0 and index > 0:
-            raise MalformedGraph(f"there is text after the graph: {_spaced(token.text)}", token.line)
-        if depth == 0 and token.kind != "open":
-            raise MalformedGraph(f"a graph starts with a parenthesis, not with {token.text}", token.line)
-        depth += (token.kind == "open") - (token.kind == "close")
-        if depth > MAX_DEPTH:
-            raise MalformedGraph(f"nodes are nested more than {MAX_DEPTH} deep", token.line)
-    if not tokens:
-        raise MalformedGraph("there is no graph")
-    if depth:
-        raise MalformedGraph("a parenthesis is never closed" if depth == 1 else f"{depth} parentheses are never closed")
-    return tokens
+Fault = Callable[[str, int | None], None]
+"""Takes the reason and line of a fault. If it returns, the fault is dropped from the graph."""
 
 
-def _with_variables(tokens: Sequence[Token]) -> list[Token]:
-    """Every node given a variable that is no word of the text, and every pointer replaced by its node's variable."""
-    words = {token.text for token in tokens if token.kind == "word"}
-    fresh = (name for number in itertools.count() if (name := f"v{number}") not in words)
-    variables = [next(fresh) if token.kind == "open" else "" for token in tokens]
-    pointed: dict[str, str] = {}
-    heads = set()
-    for index, (token, variable) in enumerate(zip(tokens, variables, strict=True)):
-        if variable and index + 2 < len(tokens) and tokens[index + 2].kind == "pointer":
-            pointer = tokens[index + 2].text
-            if pointer in pointed:
-                raise MalformedGraph(f"two nodes carry the pointer {pointer}", token.line)
-            pointed[pointer] = variable
-            heads.add(index + 2)
-    result: list[Token] = []
-    for index, (token, variable) in enumerate(zip(tokens, variables, strict=True)):
-        if token.kind == "pointer":
-            if token.text not in pointed:
-                raise MalformedGraph(f"no node carries the pointer {token.text}", token.line)
-            result += [] if index in heads else [Token("word", pointed[token.text], token.line)]
-        else:
-            result.append(token)
-            result += [Token("variable", variable, token.line)] if variable else []
-    return result
-
-
-def _parse(tokens: Sequence[Token]) -> Node:
-    for token, following in itertools.pairwise(tokens):  # penman only warns of these
-        if token.kind == "open" and following.kind != "variable":
-            raise MalformedGraph(f"a node has no variable; its parenthesis is followed by {following.text}", token.line)
-        if token.kind == "variable" and not _PLAIN.fullmatch(token.text):
-            raise MalformedGraph(f"{token.text} is no variable", token.line)
-        if token.kind == "variable" and following.kind not in ("word", "string"):
-            raise MalformedGraph(f"node {token.text} has no concept", token.line)
-        if token.kind == "role" and following.kind in ("role", "close"):
-            raise MalformedGraph(f"role {token.text} has no target", token.line)
-        if following.kind == "stray":
-            raise MalformedGraph(f"{following.text} is neither a role nor a word", following.line)
-    lines: list[list[str]] = [[] for _ in range(tokens[-1].line + 1)]
-    for token in tokens:
-        lines[token.line] += [token.text, "/"] if token.kind == "variable" else [token.text]
-    try:
-        tree = penman.parse("\n".join(" ".join(line) for line in lines))
-    except penman.DecodeError as error:
-        line = int(error.lineno or 1) - 1
-        around = _spaced(" ".join(lines[line]))
-        raise MalformedGraph(f"{str(error.message).lower()}, found {around}", line) from None
-    names = [_nfc(str(variable)) for variable, _ in tree.nodes()]
-    if again := next((name for name, count in Counter(names).items() if count > 1), None):
-        raise MalformedGraph(f"variable {again} is defined twice")
-    return linked(_node(tree.node), names)
-
-
-def _node(tree: Any) -> Node:
-    """A node of penman's, `(variable, [("/", concept), (role, target), ...])`; variables are left as constants."""
-    _, ((_, concept), *branches) = tree
-    edges = ((role, _spaced(target) if isinstance(target, str) else _node(target)) for role, target in branches)
-    return Node(_spaced(concept), tuple(edges))
+def _refuse(reason: str, line: int | None) -> None:
+    raise MalformedGraph(reason, line)
 
 
 @dataclass
-class _OpenNode:
-    """A node under repair."""
+class _Draft:
+    """A node as far as it was read."""
 
     name: str = ""
     """Its variable or pointer."""
     concept: str | None = None
     role: str | None = None
     """The last role read, until its target follows."""
-    edges: list[tuple[str, _OpenNode | str]] = field(default_factory=list)
+    edges: list[tuple[str, _Draft | str]] = field(default_factory=list)
 
     def take(self, token: Token) -> None:
         """Read a token that is no parenthesis."""
@@ -348,65 +282,96 @@ class _OpenNode:
             self.name = self.name or token.text
         elif token.kind in ("word", "string", "pointer"):
             if self.concept is None and not self.edges and self.role is None:
-                self.concept = _spaced(token.text)
+                self.concept = token.text
             else:
-                self.add(_spaced(token.text))
+                self.add(token.text)
 
-    def add(self, target: _OpenNode | str) -> None:
+    def add(self, target: _Draft | str) -> None:
         """Add a target for the last role; dropped if there is none."""
-        if self.role is not None and not (isinstance(target, _OpenNode) and target.concept is None):
+        if self.role is not None and not (isinstance(target, _Draft) and target.concept is None):
             self.edges.append((self.role, target))
         self.role = None
 
-    def walk(self) -> list[_OpenNode]:
-        return [self, *(node for _, target in self.edges if isinstance(target, _OpenNode) for node in target.walk())]
-
-    def node(self, names: AbstractSet[str]) -> Node:
-        """names: those of all nodes; a pointer that is not among them is dropped."""
-        assert self.concept is not None
-        edges: list[tuple[str, Node | Reference | str]] = []
-        for role, target in self.edges:
-            if isinstance(target, _OpenNode):
-                edges.append((role, target.node(names)))
-            elif target in names or not target.startswith("#"):
-                edges.append((role, target))
-        return Node(self.concept, tuple(edges))
+    def walk(self) -> Iterator[_Draft]:
+        yield self
+        for _, target in self.edges:
+            if isinstance(target, _Draft):
+                yield from target.walk()
 
 
-def repaired_graph(text: str, *, variables: bool) -> Node | None:
-    """The graph of a broken text without its faults; None if not even a concept is left.
-
-    Text before and after the graph goes, parentheses that are open at the end are closed, and a role without a target,
-    a target without a role, a node without a concept and an unmatched bracket or quote are dropped. If two nodes have
-    one name, references mean the first.
-
-    variables: whether nodes have variables, or else pointers.
-    """
-    outside = _OpenNode(role=":root")
+def _read(text: str, *, variables: bool, fault: Fault) -> Node | None:
+    """The one graph of a text; None if nothing is left of it."""
+    outside = _Draft(role=":root")
     stack = [outside]
     for token in _tokenized(text, variables=variables):
+        if reason := _problem(stack, token, variables=variables):
+            fault(reason, token.line)
+        if outside.role is None or (token.kind == "open" and len(stack) > MAX_DEPTH):
+            break
         if token.kind == "open":
-            if len(stack) > MAX_DEPTH:
-                break
-            stack.append(_OpenNode())
+            stack.append(_Draft())
         elif token.kind == "close" and len(stack) > 1:
             _close(stack)
-            if len(stack) == 1:
-                break
         elif len(stack) > 1:
             stack[-1].take(token)
     if variables and not stack[-1].name and not stack[-1].edges:
         stack[-1].concept = None  # the text breaks off: `(n` was to be a variable
+    if depth := len(stack) - 1:
+        fault("a parenthesis is never closed" if depth == 1 else f"{depth} parentheses are never closed", None)
     while len(stack) > 1:
         _close(stack)
-    if not outside.edges:
-        return None
-    _, root = outside.edges[0]
-    assert isinstance(root, _OpenNode)
-    names = [node.name for node in root.walk()]
-    return linked(root.node(frozenset(names)), names)
+    return _finished(outside, fault)
 
 
-def _close(stack: list[_OpenNode]) -> None:
+def _problem(stack: Sequence[_Draft], token: Token, *, variables: bool) -> str | None:
+    """The reason why a token may not be the next one of the innermost node."""
+    outside, node, ends = stack[0], stack[-1], token.kind in ("role", "close")
+    checks = (
+        (token.kind == "quote", "a quote is opened and never closed"),
+        (outside.role is None, f"there is text after the graph: {token.text}"),
+        (node is outside and token.kind != "open", f"a graph starts with a parenthesis, not with {token.text}"),
+        (token.kind == "open" and len(stack) > MAX_DEPTH, f"nodes are nested more than {MAX_DEPTH} deep"),
+        (node is outside, None),
+        (token.kind == "variable" and not _PLAIN.fullmatch(token.text), f"{token.text} is no variable"),
+        (token.kind == "variable", None),
+        (variables and not node.name, f"a node has no variable; its parenthesis is followed by {token.text}"),
+        (token.kind == "stray", f"{token.text} is neither a role nor a word"),
+        (node.concept is None and token.kind in ("word", "string"), None),
+        (node.concept is None, f"node {node.name} has no concept"),
+        (node.role is not None and ends, f"role {node.role} has no target"),
+        (node.role is not None or ends, None),
+        (token.kind == "pointer" and not node.name and not node.edges, None),
+    )
+    return next((reason for found, reason in checks if found), f"expected a role, found {token.text}")
+
+
+def _close(stack: list[_Draft]) -> None:
     node = stack.pop()
     stack[-1].add(node)
+
+
+def _finished(outside: _Draft, fault: Fault) -> Node | None:
+    root = next((target for _, target in outside.edges if isinstance(target, _Draft)), None)
+    if root is None:
+        fault("there is no graph", None)
+        return None
+    names = [_nfc(draft.name) for draft in root.walk()]
+    known: set[str] = set()
+    for name in filter(None, names):
+        if name in known:
+            fault(f"two nodes are called {name}", None)
+        known.add(name)
+
+    def node(draft: _Draft) -> Node:
+        assert draft.concept is not None
+        edges: list[tuple[str, Node | Reference | str]] = []
+        for role, target in draft.edges:
+            if isinstance(target, _Draft):
+                edges.append((role, node(target)))
+            elif target.startswith("#") and target not in known:
+                fault(f"no node is called {target}", None)
+            else:
+                edges.append((role, target))
+        return Node(draft.concept, tuple(edges))
+
+    return linked(node(root), names)
