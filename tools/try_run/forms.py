@@ -110,7 +110,7 @@ class DetectionForm(Form):
         if not values[0]:
             raise UserError("choose a photograph first")
         path = Path(values[0])
-        fields, problems = parse_image({"image_id": path.name, "image": {"bytes": path.read_bytes()}}, self.max_pixels)
+        fields, problems = parse_image(path.name, path.read_bytes(), self.max_pixels)
         if problems:
             raise UserError(f"{path.name}: {'; '.join(problems)}")
         record = replace(self.sample, **fields, boxes=(), labels=(), categories=(), place=None)

@@ -94,20 +94,18 @@ class ImageRecord:
         return [self.image_id, hashlib.sha256(self.image).hexdigest(), self.sha256]
 
 
-def parse_image(row: Mapping[str, Any], max_pixels: int) -> tuple[dict[str, Any], list[str]]:
-    """The fields of an ImageRecord from image_id and image.bytes of a raw row, and their problems.
+def parse_image(image_id: Any, encoded: Any, max_pixels: int) -> tuple[dict[str, Any], list[str]]:
+    """The fields of an ImageRecord, and their problems.
 
     max_pixels: an image with more is refused before it is decoded, and so is one of more than MAX_ASPECT.
     The bytes stay as they are unless the image has to be turned; then they are a JPEG of quality 95 without chroma
     subsampling, so that annotations of fine lines still fit.
     """
-    image_id, image = row.get("image_id"), row.get("image")
     problems = []
     if not isinstance(image_id, str) or not image_id:
         problems.append(f"image_id is {shown(image_id)}, expected a non-empty string")
-    encoded = image.get("bytes") if isinstance(image, Mapping) else None
     if not isinstance(encoded, bytes) or not encoded:
-        return {}, [*problems, "no image: there are no bytes in column image"]
+        return {}, [*problems, f"no image: expected its bytes, found {shown(encoded)}"]
     try:
         with _unreadable_as_value_error():
             encoded, upright = _upright(encoded, max_pixels)

@@ -14,14 +14,14 @@ from stages.kit.data.near import describe_image, near_duplicates
 from tests.kit.data.images import patch_jpeg, png
 
 
-def parsed(image: bytes, **changes: Any) -> ImageRecord:
-    fields, problems = parse_image({"image_id": "a", "image": {"bytes": image}, **changes}, MAX_IMAGE_PIXELS)
+def parsed(image: bytes) -> ImageRecord:
+    fields, problems = parse_image("a", image, MAX_IMAGE_PIXELS)
     assert not problems
     return ImageRecord(**fields)
 
 
-def problems(row: Any, max_pixels: int = MAX_IMAGE_PIXELS) -> list[str]:
-    return parse_image({"image_id": "a", **row}, max_pixels)[1]
+def problems(image: Any, max_pixels: int = MAX_IMAGE_PIXELS, image_id: Any = "a") -> list[str]:
+    return parse_image(image_id, image, max_pixels)[1]
 
 
 def saved(form: str, mode: str = "RGB", **options: Any) -> bytes:
@@ -36,37 +36,34 @@ def test_an_upright_image_keeps_its_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("image", "problem"),
     [
-        ({"image_id": None, "image": {"bytes": png()}}, "image_id is None, expected a non-empty string"),
-        ({"image": None}, "no image"),
-        ({"image": {"bytes": None, "path": "a.jpg"}}, "no image"),
-        ({"image": {"bytes": b"<html>not found</html>"}}, "unreadable image: none of JPEG, PNG, WEBP"),
-        ({"image": {"bytes": saved("EPS")}}, "none of JPEG, PNG"),  # Pillow would start Ghostscript
-        ({"image": {"bytes": saved("TIFF")}}, "none of JPEG, PNG"),  # whose tiles may be larger than the image
-        ({"image": {"bytes": patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300]}}, "unreadable image: .*truncated"),
-        ({"image": {"bytes": png(size=(805, 4))}}, "unreadable image: 805 x 4 pixels: .* more than 200 times"),
-        ({"image": {"bytes": saved("PNG", mode="I;16")}}, "greyscale pixels of more than 8 bits .*I;16"),
+        (None, "no image"),
+        (b"<html>not found</html>", "unreadable image: none of JPEG, PNG, WEBP"),
+        (saved("EPS"), "none of JPEG, PNG"),  # Pillow would start Ghostscript
+        (saved("TIFF"), "none of JPEG, PNG"),  # whose tiles may be larger than the image
+        (patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300], "unreadable image: .*truncated"),
+        (png(size=(805, 4)), "unreadable image: 805 x 4 pixels: .* more than 200 times"),
+        (saved("PNG", mode="I;16"), "greyscale pixels of more than 8 bits .*I;16"),
     ],
 )
-def test_a_row_without_a_whole_image_is_reported(row: dict[str, Any], problem: str) -> None:
-    (found,) = problems(row)
+def test_what_is_no_whole_image_is_reported(image: Any, problem: str) -> None:
+    (found,) = problems(image)
     assert re.search(problem, found)
+    assert problems(image, image_id=None) == ["image_id is None, expected a non-empty string", found]
 
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PNG of a few kilobytes can be one of gigabytes."""
-    row, long = {"image": {"bytes": png(size=(40, 30))}}, {"image": {"bytes": png(size=(1, 201))}}
-    assert problems(row, 1200) == []
+    image, long = png(size=(40, 30)), png(size=(1, 201))
+    assert problems(image, 1200) == []
     bomb = bytearray(png())
     bomb[16:24] = (13_000).to_bytes(4) * 2  # width and height in its header
     bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4)
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("it was decoded"))
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it was decoded"))
-    assert problems(row, 1199) == ["unreadable image: 40 x 30 pixels, more than max_image_pixels, 1,199"]
-    assert problems({"image": {"bytes": bytes(bomb)}}) == [
-        "unreadable image: 13000 x 13000 pixels, more than max_image_pixels, 64,000,000"
-    ]
+    assert problems(image, 1199) == ["unreadable image: 40 x 30 pixels, more than max_image_pixels, 1,199"]
+    assert problems(bytes(bomb)) == ["unreadable image: 13000 x 13000 pixels, more than max_image_pixels, 64,000,000"]
     assert "1 x 201 pixels: one side is more" in problems(long)[0]
 
 
@@ -96,12 +93,12 @@ def with_scans(count: int) -> bytes:
 
 def test_a_jpeg_of_too_many_scans_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few kilobytes of scans take minutes."""
-    assert problems({"image": {"bytes": with_scans(MAX_SCANS)}}) == []
+    assert problems(with_scans(MAX_SCANS)) == []
     thumbnail = b"\xff\xe1" + (2 + 300).to_bytes(2) + b"\xff\xda\x00\x02" * 75
     with_thumbnail = patch_jpeg((0, 0, 1, 1), (40, 30), 1).replace(b"\xff\xd8", b"\xff\xd8" + thumbnail * 2, 1)
-    assert problems({"image": {"bytes": with_thumbnail + b"\xff\xda\x00\x02" * 999}}) == []
+    assert problems(with_thumbnail + b"\xff\xda\x00\x02" * 999) == []
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it was decoded"))
-    assert "more than 100 scans" in problems({"image": {"bytes": with_scans(2_000)}})[0]
+    assert "more than 100 scans" in problems(with_scans(2_000))[0]
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "MPO"])

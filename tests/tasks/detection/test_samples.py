@@ -16,10 +16,11 @@ from stages.core.families import FAMILIES as ALL
 from stages.kit.data.prepared import to_row
 from stages.tasks.detection.samples.boxes import Box, codec, decode_boxes, encode_boxes, reading_order
 from stages.tasks.detection.samples.records import SCHEMA, DetectionRecord, ForModel
-from stages.tasks.detection.sources.rows import parse_row
+from stages.tasks.detection.sources.dataset import row_of
+from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, Reader, parse_row
 from tests.damage import damaged_bytes, damaged_text, damaged_tree, quick
 from tests.kit.data.images import RED, patch_jpeg, png
-from tests.tasks.detection.rows import raw_row, record
+from tests.tasks.detection.rows import FORM, parsed, record, row
 
 FAMILIES = [name for name, family in ALL.items() if family.vision and family.vision.boxes]
 SIZE = (644, 924)
@@ -183,16 +184,10 @@ def test_the_answer_has_every_box_with_its_label_in_reading_order_in_either_form
     assert (answered(empty), answered(replace(empty, answer="json"))) == ("none", "[]")
 
 
-def parsed(row: dict[str, Any]) -> DetectionRecord:
-    found = parse_row(row)
-    assert isinstance(found, DetectionRecord), found
-    return found
-
-
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
 def test_box_lies_on_its_patch_after_exif_rotation(orientation: int) -> None:
     box, size = (0.1, 0.25, 0.5, 0.45), (80, 160)
-    record = parsed(raw_row(image=patch_jpeg(box, size, orientation), bbox=[[0.25, 0.1, 0.45, 0.5]]))
+    record = parsed(row(image=patch_jpeg(box, size, orientation), bbox=[[0.25, 0.1, 0.45, 0.5]]))
     upright = record.open_image()
     assert upright.size == (record.width, record.height) == size
     assert Image.open(io.BytesIO(record.image)).getexif().get(0x0112, 1) == 1, "nothing is left to rotate"
@@ -205,58 +200,68 @@ def test_box_lies_on_its_patch_after_exif_rotation(orientation: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("changes", "problem"),
     [
-        ({**raw_row(), "image": None}, "no image"),
-        ({**raw_row(), "objects": None}, "objects is None, expected bbox and category_name"),
-        (raw_row(bbox=[]), "no boxes"),
-        (raw_row(bbox=[[0.1, 0.2, 0.5, 0.9]], names=[]), "1 boxes, but 0 category names"),
-        (raw_row(bbox=[[0.1, 0.2, 0.5, 1.2]]), r"box 0 \(0.1, 0.2, 0.5, 1.2\) lies outside 0..1"),
-        (raw_row(bbox=[[0.5, 0.2, 0.1, 0.9]]), "box 0 .* wrong order"),
-        (raw_row(bbox=[[0.1, 0.2, 0.1, 0.9]]), "box 0 .* zero area"),
-        (raw_row(bbox=[[0.1, 0.2, float("nan"), 0.9]]), "box 0 .* not a number"),
-        (raw_row(bbox=[[0.1, 0.2, 0.5]]), "box 0 is .*, expected"),
-        (raw_row(names=[None]), "category 0 is None"),
-        (raw_row(names=["barcode"]), "no box of a category that starts with nutrition-table; found barcode"),
+        ({"image": b""}, "no image"),
+        ({"bbox": []}, "no boxes"),
+        ({"bbox": [[0.1, 0.2, 0.5, 1.2]]}, r"box 0 \(0.1, 0.2, 0.5, 1.2\) lies outside 0..1"),
+        ({"bbox": [[0.5, 0.2, 0.1, 0.9]]}, "box 0 .* wrong order"),
+        ({"bbox": [[0.1, 0.2, 0.1, 0.9]]}, "box 0 .* zero area"),
+        ({"bbox": [[0.1, 0.2, float("nan"), 0.9]]}, "box 0 .* not a number"),
+        ({"bbox": [[0.1, 0.2, 0.5]]}, "box 0 is .*, expected"),
+        ({"names": [None]}, "box 0 has the category None"),
+        ({"names": ["barcode"]}, "no box of a category that starts with nutrition-table; found barcode"),
     ],
 )
-def test_bad_row_is_reported(row: dict[str, Any], problem: str) -> None:
-    problems = parse_row(row)
+def test_bad_row_is_reported(changes: dict[str, Any], problem: str) -> None:
+    problems = parse_row(row(**changes), Reader(), FORM)
     assert isinstance(problems, list)
     assert len(problems) == 1
     assert re.search(problem, problems[0])
 
 
 def test_every_problem_of_a_row_is_reported() -> None:
-    problems = parse_row(raw_row(image_id="", image=b"no", bbox=[[0.5, 0.2, 0.1, 0.9], [0.1, 0.2, 0.3, 7.0]]))
+    wrong = row(image_id="", image=b"no", bbox=[[0.5, 0.2, 0.1, 0.9], [0.1, 0.2, 0.3, 7.0]])
+    problems = parse_row(wrong, Reader(), FORM)
     assert isinstance(problems, list)
     assert [problem.split()[0] for problem in problems] == ["image_id", "unreadable", "box", "box"]
 
 
 def test_rounding_outside_the_image_is_clipped() -> None:
-    record = parsed(raw_row(bbox=[[-5e-7, 0.2, 1.0000005, 0.9]]))
+    record = parsed(row(bbox=[[-5e-7, 0.2, 1.0000005, 0.9]]))
     assert record.boxes == ((0.2, 0.0, 0.9, 1.0),)
 
 
 def test_targets_are_the_nutrition_tables_in_reading_order() -> None:
     bbox = [[0.6, 0.1, 0.9, 0.4], [0.0, 0.0, 0.1, 0.1], [0.1, 0.5, 0.4, 0.9], [0.1, 0.1, 0.4, 0.4]]
     names = ["nutrition-table", "barcode", "nutrition-table-small", "nutrition-table-text"]
-    assert parsed(raw_row(bbox=bbox, names=names)).target_boxes() == (
+    assert parsed(row(bbox=bbox, names=names)).target_boxes() == (
         (0.1, 0.1, 0.4, 0.4),
         (0.5, 0.1, 0.9, 0.4),
         (0.1, 0.6, 0.4, 0.9),
     )
 
 
+def raw(image: bytes) -> dict[str, Any]:
+    objects = {"bbox": [[0.1, 0.2, 0.5, 0.9]], "category_name": ["nutrition-table"]}
+    return {"image_id": "0000000000017_1", "image": {"bytes": image, "path": None}, "objects": objects}
+
+
+def test_columns_that_do_not_fit_each_other_are_named() -> None:
+    for wrong in ({"bbox": [[0, 0, 1, 1]], "category_name": []}, {"bbox": 3, "category_name": None}):
+        (problem,) = row_of({**raw(png()), "objects": wrong}, "row 0", OPEN_FOOD_FACTS, ()).problems
+        assert "objects.bbox is" in problem
+        assert "two lists of the same length" in problem
+
+
 @given(data=st.data())
 @quick(150)
 def test_any_damage_to_a_row_gives_a_record_or_problems_in_words(data: st.DataObject) -> None:
     image = data.draw(st.sampled_from([png(), patch_jpeg((0.2, 0.1, 0.9, 0.5), (60, 40), orientation=6)]))
-    row = raw_row(image=image)
-    row = data.draw(st.just(row) | damaged_tree(row).filter(lambda tree: isinstance(tree, dict)))
-    if isinstance(row.get("image"), dict) and row["image"].get("bytes") == image:
-        row["image"]["bytes"] = data.draw(st.just(image) | damaged_bytes(image))
-    found = parse_row(row)
+    damaged = data.draw(st.just(raw(image)) | damaged_tree(raw(image)).filter(lambda tree: isinstance(tree, dict)))
+    if isinstance(damaged.get("image"), dict) and damaged["image"].get("bytes") == image:
+        damaged["image"]["bytes"] = data.draw(st.just(image) | damaged_bytes(image))
+    found = parse_row(row_of(damaged, "row 0", OPEN_FOOD_FACTS, ()), Reader(), FORM)
     if isinstance(found, DetectionRecord):
         assert found.target_boxes()
         assert found.open_image().size == (found.width, found.height)

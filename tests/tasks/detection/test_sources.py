@@ -21,7 +21,7 @@ from stages.tasks.detection.sources import Reader
 from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
 from tests.kit.data.images import patch_jpeg, png
 from tests.tasks import prepare
-from tests.tasks.detection.rows import raw_row, write_dataset
+from tests.tasks.detection.rows import row, write_dataset
 from tests.tasks.detection.written import CLASSES, COLUMNS, PHOTOS, WRITERS, Photo, Photos, write_voc
 
 ASKED: dict[str, Any] = {"category": tuple(CLASSES), "label": {"red lid": "lid"}, "empty_images": True}
@@ -70,7 +70,7 @@ def test_every_form_of_the_same_images_gives_the_same_records(
 def test_open_food_facts_schema_is_read_and_another_category_asked_for_in_other_words(tmp_path: Path) -> None:
     bbox = [[0.1, 0.2, 0.5, 0.9], [0.6, 0.2, 0.8, 0.9]]
     rows = [
-        raw_row(str(n), image=png((n, 0, 0)), bbox=bbox, names=names)
+        row(str(n), image=png((n, 0, 0)), bbox=bbox, names=names)
         for n, names in enumerate([["barcode", "nutrition-table"], ["nutrition-table", "barcode-ean"]])
     ]
     source = f"folder:{write_dataset(tmp_path / 'off', train=rows[:1], val=rows[1:])}"

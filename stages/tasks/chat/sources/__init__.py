@@ -285,8 +285,7 @@ def _read_images(
         if isinstance(encoded, str):
             problems.append(f"image {index + 1} {encoded}")
             continue
-        row = {"image_id": name or f"image {index + 1}", "image": {"bytes": encoded}}
-        fields, wrong = parse_image(row, max_pixels)
+        fields, wrong = parse_image(name or f"image {index + 1}", encoded, max_pixels)
         problems += [f"image {index + 1}: {problem}" for problem in wrong]
         if not wrong and positions:
             message, offset = positions[index]

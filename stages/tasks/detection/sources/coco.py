@@ -66,11 +66,25 @@ def read(folder: Folder) -> Splits:
 
 def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:
     named_by: dict[str, Place] = {}
+    """The place of each image of the dataset so far, by its file."""
     for path in paths:
         try:
-            yield from _rows(folder, path, _load(folder.text(path)), named_by)
+            images, stray = _images(path, _load(folder.text(path)))
         except UnreadableText as error:
             yield Place(path), [str(error)]
+            continue
+        if stray:
+            yield Place(path), stray
+        for place, image, boxes, wrong in images:
+            try:
+                file = folder.image(image.file_name, near=path)
+            except UnreadableText as error:
+                yield place, [*wrong, str(error)]
+                continue
+            if (other := named_by.setdefault(file, place)) != place:
+                wrong.append(f"the image {file} is that of {other} too; leave one annotation file of it in the folder")
+            size = (image.width, image.height) if image.width and image.height else None
+            yield place, folder.row(file, boxes, wrong, size)
 
 
 def _load(text: str) -> Mapping[str, Any]:
@@ -85,52 +99,31 @@ def _load(text: str) -> Mapping[str, Any]:
     return document
 
 
-def _rows(folder: Folder, path: str, document: Mapping[str, Any], named_by: dict[str, Place]) -> Iterator[RawSample]:
-    """The images of one file with their boxes, and its problems that belong to no image.
-
-    named_by: the place of each image of the dataset so far, by its file.
-    """
+def _images(
+    path: str, document: Mapping[str, Any]
+) -> tuple[list[tuple[Place, Image, list[tuple[str, Any, Any]], list[str]]], list[str]]:
+    """The images of one file, each with its place, boxes and problems; and the problems that belong to no image."""
     faults: dict[Any, list[str]] = defaultdict(list)
     """Problems by image_id; None has those of no image."""
     categories = {each.id: each.name for _, each in _entries(document, "categories", Category, faults)}
     images = list(_entries(document, "images", Image, faults))
-    found: dict[Id, list[tuple[str, Annotation]]] = {image.id: [] for _, image in images}
-    for name, each in _entries(document, "annotations", Annotation, faults):
-        if each.image_id not in found:
-            faults[None].append(f"annotation {name}: image_id {shown(each.image_id)} is not that of a valid image")
+    boxes: dict[Id, list[tuple[str, Any, Any]]] = {image.id: [] for _, image in images}
+    for own, each in _entries(document, "annotations", Annotation, faults):
+        name = f"annotation {own}"
+        if each.image_id not in boxes:
+            faults[None].append(f"{name}: image_id {shown(each.image_id)} is not that of a valid image")
         elif each.iscrowd:
-            faults[each.image_id].append(f"annotation {name} is a crowd (iscrowd): no box of one object; leave it out")
+            faults[each.image_id].append(f"{name} is a crowd (iscrowd): no box of one object; leave it out")
         elif each.category_id not in categories:
-            problem = f"category_id {shown(each.category_id)} is not among the categories"
-            faults[each.image_id].append(f"annotation {name}: {problem}")
+            faults[each.image_id].append(f"{name}: category_id {shown(each.category_id)} is not among the categories")
         else:
-            found[each.image_id].append((name, each))
+            boxes[each.image_id].append((name, each.bbox, categories[each.category_id]))
     counts = Counter(image.id for _, image in images)
-    stray = [fault for image_id, some in faults.items() if image_id not in found for fault in some]
-    if stray:
-        yield Place(path), stray
+    found = []
     for name, image in images:
-        place, wrong, boxes = Place(path, name, "image"), faults.get(image.id, []), found[image.id]
-        if counts[image.id] > 1:
-            wrong = [*wrong, "its id is that of several images"]
-        try:
-            file = folder.image(image.file_name, near=path)
-        except UnreadableText as error:
-            yield place, [*wrong, str(error)]
-            continue
-        if (other := named_by.setdefault(file, place)) != place:
-            wrong = [*wrong, f"the image {file} is that of {other} too; leave one annotation file of it in the folder"]
-        names = [categories[each.category_id] for _, each in boxes]
-        yield (
-            place,
-            folder.row(
-                file,
-                objects={"bbox": [each.bbox for _, each in boxes], "category_name": names},
-                named=[f"annotation {name}" for name, _ in boxes],
-                size=(image.width, image.height) if image.width and image.height else None,
-                problems=wrong,
-            ),
-        )
+        wrong = [*faults.get(image.id, ()), *["its id is that of several images"] * (counts[image.id] > 1)]
+        found.append((Place(path, name, "image"), image, boxes[image.id], wrong))
+    return found, [fault for image_id, some in faults.items() if image_id not in boxes for fault in some]
 
 
 def _entries(

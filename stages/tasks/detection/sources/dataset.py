@@ -23,13 +23,10 @@ from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_
 from stages.tasks.detection.samples.records import SCHEMA, DetectionRecord
 from stages.tasks.detection.sources import coco, voc, yolo
 from stages.tasks.detection.sources.folder import HELD_OUT, HELD_OUT_IMAGES, Folder, RawSample, Splits
-from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, BoxForm, Columns, DataForm, Reader, parse_row
+from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, BoxForm, Columns, DataForm, Reader, Row, parse_row
 
 FORMS = {"coco": coco, "yolo": yolo, "voc": voc}
 """Forms of folders in which images are files of their own, and their readers."""
-REQUIRED: tuple[str, ...] = ("image_id", "image.bytes", "objects.bbox", "objects.category_name")
-"""Columns of the Open Food Facts schema; its width, height and meta are not used."""
-PARQUET = f"parquet files with the columns {', '.join(REQUIRED)}"
 
 log = logging.getLogger("stages")
 
@@ -41,9 +38,9 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
     folder = Folder(root, dataset.splits)
     name = "parquet" if revision else _form_of(folder, reader.format)
     if name == "parquet":
-        columns = reader.columns
-        form = OPEN_FOOD_FACTS if columns is None else BoxForm(order=columns.order, unit=columns.unit)
-        expected, splits = PARQUET, _read_parquet(root, columns, dataset.splits)
+        columns = reader.columns or OPEN_FOOD_FACTS
+        form, expected = BoxForm(order=columns.order, unit=columns.unit), _parquet(columns)
+        splits = _read_parquet(root, columns, dataset.splits)
     elif reader.columns is not None:
         raise UserError(f"the dataset's `columns` in params.yaml are of parquet files, and {root} is read as {name}")
     else:
@@ -51,7 +48,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
 
     def parsed(rows: Iterable[RawSample]) -> Iterator[Sample[DetectionRecord]]:
         for place, row in rows:
-            yield place, row if isinstance(row, list) else parse_row(row, reader=reader, form=form)
+            yield place, row if isinstance(row, list) else parse_row(row, reader, form)
 
     return RawDataset(
         rules=Rules(schema=SCHEMA, summary=_summary, expected=expected, subject="image", held_out=HELD_OUT),
@@ -89,7 +86,7 @@ def _form_of(folder: Folder, wanted: DataForm | None) -> str:
         signs["parquet"] = found
     name: str | None = wanted or next(iter(signs), None)
     if name is None:
-        known = listed([PARQUET, *(form.EXPECTED for form in FORMS.values())])
+        known = listed([_parquet(OPEN_FOOD_FACTS), *(form.EXPECTED for form in FORMS.values())])
         raise UserError(
             f"{folder.root} has no annotations of a known form: {describe_folder(folder.root)}. Expected one of:\n"
             f"{known}\n{READ_ON}"
@@ -104,22 +101,24 @@ def _form_of(folder: Folder, wanted: DataForm | None) -> str:
     return name
 
 
-def _read_parquet(folder: Path, columns: Columns | None, named: SplitParams) -> Splits:
+def _required(columns: Columns) -> list[str]:
+    named = (columns.image_id, columns.image, columns.boxes, columns.category)
+    return [name for name in named if name is not None]
+
+
+def _parquet(columns: Columns) -> str:
+    names = ", ".join(_required(columns))
+    return f"parquet files with the columns {names}, named train*.parquet, in the folder or in data/"
+
+
+def _read_parquet(folder: Path, columns: Columns, named: SplitParams) -> Splits:
     """The files of the splits. Raises UserError if there are none to train on, or one of their columns is missing."""
-    required, expected = REQUIRED, PARQUET
-    if columns is not None:
-        asked = (columns.image_id, columns.image, columns.boxes, columns.category)
-        required = tuple(name for name in asked if name is not None)
-        expected = f"parquet files with the columns {', '.join(required)}, as `columns` of the dataset names them"
-    expected += ", named train*.parquet, in the folder or in data/"
+    required, expected = _required(columns), _parquet(columns)
 
     def samples(paths: Sequence[Path]) -> Iterator[RawSample]:
         class_names = cache(_class_names)
         for place, row in read_parquet_files(folder, paths, required=required, expected=expected):
-            if columns is None:
-                yield place, row
-            else:
-                yield place, _renamed(row, str(place), columns, class_names(folder / place.file, columns.category))
+            yield place, row_of(row, str(place), columns, class_names(folder / place.file, columns.category) or ())
 
     files = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
     chosen = files_by_split(folder, files, named, expected=expected)
@@ -129,32 +128,27 @@ def _read_parquet(folder: Path, columns: Columns | None, named: SplitParams) -> 
     )
 
 
-def _renamed(row: Mapping[str, Any], place: str, columns: Columns, names: list[str] | None) -> dict[str, Any]:
-    """A row of other columns in Open Food Facts' schema. names: of numbered categories."""
-    problems: list[str] = []
-
-    def category_name(category: Any) -> Any:
-        if not isinstance(category, int):
-            return category
-        if names is None:
-            problems.append(f"category {category} is a number, and the file does not name it")
-        elif not 0 <= category < len(names):
-            problems.append(f"category {category} is not one of the {len(names)} that the file names")
-        else:
-            return names[category]
-        return "?"
-
+def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence[str]) -> Row:
+    """names: of numbered categories."""
     image, image_id = _at(row, columns.image), _at(row, columns.image_id) if columns.image_id else place
-    boxes, categories = _at(row, columns.boxes), _at(row, columns.category)
-    if isinstance(categories, list):
-        categories = [category_name(each) for each in categories]
-    none: dict[str, list[Any]] = {"bbox": [], "category_name": []}
-    return {
-        "image_id": str(image_id) if isinstance(image_id, int) else image_id,
-        "image": {"bytes": image} if isinstance(image, bytes) else image,
-        "objects": none if boxes is None else {"bbox": boxes, "category_name": categories},
-        "problems": problems,
-    }
+    bboxes, categories = (_at(row, column) for column in (columns.boxes, columns.category))
+
+    def named(category: Any) -> Any:
+        return names[category] if isinstance(category, int) and 0 <= category < len(names) else category
+
+    boxes, problems = [], []
+    if bboxes is not None or categories is not None:
+        if isinstance(bboxes, list) and isinstance(categories, list) and len(bboxes) == len(categories):
+            boxes = [(f"box {i}", bbox, named(categories[i])) for i, bbox in enumerate(bboxes)]
+        else:
+            found = f"{columns.boxes} is {shown(bboxes)}, and {columns.category} {shown(categories)}"
+            problems = [f"{found}; expected two lists of the same length"]
+    return Row(
+        str(image_id) if isinstance(image_id, int) else image_id,
+        image.get("bytes") if isinstance(image, Mapping) else image,
+        boxes,
+        problems,
+    )
 
 
 def _at(value: Any, path: str) -> Any:

@@ -15,6 +15,7 @@ from stages.core.given_files import require_own
 from stages.core.params.schema import SplitParams
 from stages.kit.data.sources import VALIDATION, Place, named_files
 from stages.kit.data.texts import UnreadableText, read_text
+from stages.tasks.detection.sources.rows import Row
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Suffixes of images; those of a format that stages.kit.data.images does not open are refused by name."""
@@ -26,8 +27,8 @@ HELD_OUT_IMAGES = f"{HELD_OUT:.0%} of the images, held out"
 SPLIT_WORDS = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
 SPLIT_WORDS |= {name: name for name in ("train", *VALIDATION)}
 
-RawSample = tuple[Place, dict[str, Any] | list[str]]
-"""The place of a sample, and a row for `parse_row`, or every problem that keeps it from being one."""
+RawSample = tuple[Place, Row | list[str]]
+"""The place of a sample, and its row, or every problem that keeps it from being one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +91,14 @@ class Folder:
         except (OSError, UnreadableText):
             return b""
 
-    def row(self, path: str, **found: Any) -> dict[str, Any] | list[str]:
-        """The raw row of an image, or the reason why it cannot be read."""
+    def row(self, path: str, boxes: Sequence[tuple[str, Any, Any]], *rest: Any) -> Row | list[str]:
+        """The row of an image, or the reason why it cannot be read. rest: further fields of Row, in their order."""
         self._read.add(path)
         try:
             encoded = self._own(path).read_bytes()
         except (OSError, UnreadableText) as error:
             return [f"the image {path} cannot be read: {error}"]
-        return {"image_id": PurePosixPath(path).stem, "image": {"bytes": encoded}, **found}
+        return Row(PurePosixPath(path).stem, encoded, boxes, *rest)
 
     def unread(self) -> list[str]:
         """The images of which no row was made so far."""

@@ -1,15 +1,10 @@
-"""Raw rows, as every form of dataset gives them, and how one becomes a record.
-
-A row has image_id, image {bytes} and objects {bbox, category_name}, as in the Open Food Facts schema (dataset
-openfoodfacts/nutrition-table-detection on the hub). Readers of other forms add `named`, the name of each box in
-messages; `size`, the (width, height) of the image according to the annotations; and `problems` found so far.
-"""
+"""Settings of a dataset; the rows that the reader of each form gives, and how one becomes a record."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -43,14 +38,11 @@ ORDERS: dict[BoxOrder, tuple[str, Callable[[float, float, float, float], Box]]] 
 
 @dataclass(frozen=True, kw_only=True)
 class BoxForm:
-    """The form in which a dataset writes a box of the upright image, EXIF rotation applied."""
+    """The form in which a dataset writes a box of the upright image, EXIF rotation applied: in shares of its width and
+    height, or in pixels."""
 
-    order: BoxOrder = "yxyx"
-    unit: BoxUnit = "share"
-    """Shares of the image's width and height, or pixels."""
-
-
-OPEN_FOOD_FACTS = BoxForm()
+    order: BoxOrder
+    unit: BoxUnit
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -123,60 +115,64 @@ class Reader:
         return {"asked": self.labels(), "prompt": self.question(), "answer": self.answer, "scored_boxes": scored}
 
 
-def parse_row(
-    row: Mapping[str, Any], *, reader: Reader | None = None, form: BoxForm = OPEN_FOOD_FACTS
-) -> DetectionRecord | list[str]:
-    """The record of a raw row, or every problem that keeps the row from being one."""
-    reader = reader or Reader()
-    image, image_problems = parse_image(row, reader.max_image_pixels)
+class Row(NamedTuple):
+    """An image with its boxes, as a dataset has it."""
+
+    image_id: Any
+    image: Any
+    """Encoded."""
+    boxes: Sequence[tuple[str, Any, Any]]
+    """Each one's name in messages, four numbers and category."""
+    problems: Sequence[str] = ()
+    """Problems found so far."""
+    size: tuple[float, float] | None = None
+    """Width and height of the image according to the annotations."""
+    none_because: str = ""
+    """The reason if there can be no box."""
+
+
+OPEN_FOOD_FACTS = Columns(
+    image_id="image_id", image="image.bytes", category="objects.category_name", order="yxyx", unit="share"
+)
+"""The columns of openfoodfacts/nutrition-table-detection on the hub that are read."""
+
+
+def parse_row(row: Row, reader: Reader, form: BoxForm) -> DetectionRecord | list[str]:
+    """The record of a row, or every problem that keeps the row from being one."""
+    image, image_problems = parse_image(row.image_id, row.image, reader.max_image_pixels)
     size = (image["width"], image["height"]) if image else None
-    found, object_problems = _parse_objects(row, form, size)
-    problems = [*row.get("problems", ()), *image_problems, *_size_problems(row.get("size"), size), *object_problems]
-    boxes, categories = tuple(box for box, _ in found), tuple(name for _, name in found)
-    labels = tuple(map(reader.label_of, categories))
-    if not problems and not reader.empty_images and not any(labels):
-        problems.append(_nothing_asked_for(row, categories, reader))
+    problems = [*row.problems, *image_problems, *_size_problems(row.size, size)]
+    boxes: list[Box] = []
+    for name, numbers, category in row.boxes:
+        box = _parse_box(numbers, form, size)
+        if isinstance(box, str):
+            problems.append(f"{name} {box}")
+        else:
+            boxes.append(box)
+        if not (isinstance(category, str) and category):
+            problems.append(f"{name} has the category {shown(category)}, expected a name")
+        elif problem := markup_problem(category):
+            problems.append(f"{name}: {problem}")
+    categories = tuple(category for _, _, category in row.boxes)
     if problems:
         return problems
-    return DetectionRecord(**image, **reader.fields(), boxes=boxes, categories=categories, labels=labels)
+    labels = tuple(map(reader.label_of, categories))
+    if not reader.empty_images and not any(labels):
+        return [_nothing_asked_for(categories, reader, row.none_because)]
+    return DetectionRecord(**image, **reader.fields(), boxes=tuple(boxes), categories=categories, labels=labels)
 
 
-def _nothing_asked_for(row: Mapping[str, Any], categories: Sequence[str], reader: Reader) -> str:
+def _nothing_asked_for(categories: Sequence[str], reader: Reader, why: str) -> str:
     what = "no boxes"
     if categories:
         named = ", ".join(reader.categories())
         wanted = f"a category that starts with {named}" if isinstance(reader.category, str) else named
         what = f"no box of {wanted}; found {cut(', '.join(sorted(set(categories))))}"
-    why = f": {row['none_because']}" if "none_because" in row else ""
-    return f"{what}; with empty_images: true it is a sample that has none{why}"
+    return f"{what}; with empty_images: true it is a sample that has none{f': {why}' if why else ''}"
 
 
-def _parse_objects(
-    row: Mapping[str, Any], form: BoxForm, size: tuple[int, int] | None
-) -> tuple[list[tuple[Box, str]], list[str]]:
-    """The boxes with their categories, and the problems."""
-    objects = row.get("objects")
-    bboxes, names = (objects.get(key) if isinstance(objects, Mapping) else None for key in ("bbox", "category_name"))
-    if not (isinstance(bboxes, list | tuple) and isinstance(names, list | tuple)):
-        return [], [f"objects is {shown(objects)}, expected bbox and category_name, two lists"]
-    if len(bboxes) != len(names):
-        return [], [f"{len(bboxes)} boxes, but {len(names)} category names"]
-    found, problems = [], []
-    for index, (bbox, name) in enumerate(zip(bboxes, names, strict=True)):
-        box = _parse_box(bbox, form, size)
-        if isinstance(box, str):
-            problems.append(f"{row['named'][index] if row.get('named') else f'box {index}'} {box}")
-        if not (isinstance(name, str) and name):
-            problems.append(f"category {index} is {shown(name)}, expected a name")
-        elif problem := markup_problem(name):
-            problems.append(f"category {index}: {problem}")
-        elif not isinstance(box, str):
-            found.append((box, name))
-    return found, problems
-
-
-def _size_problems(declared: Any, size: tuple[int, int] | None) -> list[str]:
-    if declared is None or size is None or tuple(declared) == size:
+def _size_problems(declared: tuple[float, float] | None, size: tuple[int, int] | None) -> list[str]:
+    if declared is None or size is None or declared == size:
         return []
     (width, height), (w, h) = size, declared
     turned = ": the boxes may be of the image before its EXIF rotation" if (h, w) == size else ""

@@ -71,7 +71,7 @@ def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:
         except UnreadableText as error:
             yield Place(path), [str(error)]
             continue
-        yield Place(path), folder.row(image, **annotations)
+        yield Place(path), folder.row(image, *annotations)
 
 
 class _TreeBuilder(ET.TreeBuilder):
@@ -80,8 +80,11 @@ class _TreeBuilder(ET.TreeBuilder):
         raise UnreadableText("a document type (<!DOCTYPE) is never read; remove it")
 
 
-def parse(text: str) -> dict[str, Any]:
-    """The entries of a raw row. Raises UnreadableText unless it is XML of an annotation without a document type."""
+def parse(text: str) -> tuple[list[tuple[str, Any, Any]], list[str], tuple[float, ...] | None]:
+    """The fields `boxes`, `problems` and `size` of a row.
+
+    Raises UnreadableText unless it is XML of an annotation without a document type.
+    """
     parser = ET.XMLParser(target=_TreeBuilder(), encoding="utf-8")
     try:
         parser.feed(text.encode("utf-8"))
@@ -92,26 +95,20 @@ def parse(text: str) -> dict[str, Any]:
         raise UnreadableText(f"<{root.tag[:80]}>, expected <annotation>")
     problems: list[str] = []
 
-    def number(element: ET.Element, path: str, name: str) -> float | None:
-        text = (element.findtext(path) or "").strip()
-        if _NUMBER.fullmatch(text):
-            return float(text)
-        problems.append(f"{name}: {path} {f'is {shown(text)}, expected a number' if text else 'is missing'}")
-        return None
+    def numbers(element: ET.Element, name: str, *paths: str) -> tuple[float, ...] | None:
+        texts = [(element.findtext(path) or "").strip() for path in paths]
+        wrong = [each for each in zip(paths, texts, strict=True) if not _NUMBER.fullmatch(each[1])]
+        for path, found in wrong:
+            problems.append(f"{name}: {path} {f'is {shown(found)}, expected a number' if found else 'is missing'}")
+        return None if wrong else tuple(map(float, texts))
 
-    objects: dict[str, list[Any]] = {"bbox": [], "category_name": []}
-    named = []
+    boxes: list[tuple[str, Any, Any]] = []
     for position, element in enumerate(root.findall("object"), start=1):
-        name = f"object {position}"
-        corners = [number(element, f"bndbox/{corner}", name) for corner in ("xmin", "ymin", "xmax", "ymax")]
-        category = (element.findtext("name") or "").strip()
+        name, category = f"object {position}", (element.findtext("name") or "").strip()
+        corners = numbers(element, name, *(f"bndbox/{corner}" for corner in ("xmin", "ymin", "xmax", "ymax")))
         if not category:
             problems.append(f"{name}: name is missing")
-        elif None not in corners:
-            objects["bbox"].append(corners)
-            objects["category_name"].append(category)
-            named.append(f"{name}: box")
-    size = root.find("size")
-    sides = [] if size is None else [number(size, side, "size") for side in ("width", "height")]
-    # 0 is some tools' word for unknown.
-    return {"objects": objects, "named": named, "problems": problems, "size": sides if sides and all(sides) else None}
+        elif corners:
+            boxes.append((f"{name}: box", corners, category))
+    size = None if (sides := root.find("size")) is None else numbers(sides, "size", "width", "height")
+    return boxes, problems, size if size and all(size) else None  # 0 is some tools' word for unknown

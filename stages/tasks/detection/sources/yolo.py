@@ -109,8 +109,8 @@ def _samples(folder: Folder, images: Sequence[str], names: dict[int, str]) -> It
         except UnreadableText as error:
             yield Place(place or image), [str(error)]
             continue
-        why = {} if place else {"none_because": f"there is no {places[0]}"}
-        yield Place(place or image), folder.row(image, **_boxes(lines, names), **why)
+        why = "" if place else f"there is no {places[0]}"
+        yield Place(place or image), folder.row(image, *_boxes(lines, names), None, why)
     label_folders = {PurePosixPath(path).parent for path in taken} - {PurePosixPath(path).parent for path in images}
     for path in folder.with_suffix(".txt"):
         pure = PurePosixPath(path)
@@ -124,8 +124,10 @@ def label_paths(image: str) -> tuple[str, str]:
     return re.sub("^(.*/)?images/", r"\1labels/", beside), beside
 
 
-def _boxes(lines: Sequence[str], names: dict[int, str]) -> dict[str, Any]:
-    bboxes, categories, named, faults = [], [], [], []
+def _boxes(lines: Sequence[str], names: dict[int, str]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
+    """The fields `boxes` and `problems` of a row."""
+    boxes: list[tuple[str, Any, Any]] = []
+    faults = []
     for number, line in enumerate(lines, start=1):
         fields = line.split()
         if not fields:
@@ -139,7 +141,5 @@ def _boxes(lines: Sequence[str], names: dict[int, str]) -> dict[str, Any]:
         elif not fields[0].isdecimal() or int(fields[0]) not in names:
             faults.append(f"line {number}: no class has the number {fields[0]}; there are {len(names)}")
         else:
-            bboxes.append([float(each) for each in fields[1:]])
-            categories.append(names[int(fields[0])])
-            named.append(f"line {number}: box")
-    return {"objects": {"bbox": bboxes, "category_name": categories}, "named": named, "problems": faults}
+            boxes.append((f"line {number}: box", [float(each) for each in fields[1:]], names[int(fields[0])]))
+    return boxes, faults
