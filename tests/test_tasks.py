@@ -75,8 +75,6 @@ class Case:
 
 
 TINY = "profiles.tiny"
-METRICS = ["json", "exact", "token_f1", "rouge_l", "chrf", "perplexity"]
-CHAT_SCORES = ("field_accuracy", "json_valid", "exact", "token_f1", "rouge_l", "chrf")
 CASES = {
     "amr": Case(
         task="amr",
@@ -88,16 +86,6 @@ CASES = {
         columns=["Smatch F1"],
         changes={"predictions": {"unknown": {"task": "amr", "recipe": "amr-mtup", "inputs": "data/unknown.txt"}}},
         before=write_sentences,
-    ),
-    "chat": Case(
-        task="chat",
-        base="assistant",
-        dataset="conversations",
-        baseline="base-assistant",
-        recipe="chat-lora",
-        scores=CHAT_SCORES,
-        columns=["Fields", "Valid JSON", "Exact", "Token F1", "ROUGE-L", "chrF", "Perplexity"],
-        changes={f"{TINY}.datasets.conversations.reader.metrics": METRICS},
     ),
     "chat with images": Case(
         task="chat",

@@ -4,10 +4,8 @@ import io
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -22,16 +20,16 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.kit.data.conversation import Conversation
 from stages.tasks.amr.samples.graphs import read_graph
 from stages.tasks.detection.samples.records import read_split
 from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, draw_boxes
 from stages.tasks.moe.samples import Record, conversation
 from tests import ROOT
+from tests.kit.data.images import bomb
 from tests.stage_runs import done, write_params
 from tests.tasks.moe.made_up import fact, meeting
 from tools.try_run import __main__ as command
-from tools.try_run.forms import FORMS, Form, MoeForm, Run, escaped, mermaid, message
+from tools.try_run.forms import FORMS, Form, MoeForm, Run, escaped, following, mermaid, message
 
 page = pytest.importorskip("tools.try_run.page", reason="needs gradio (make setup EXTRAS='dev try')")
 pipeline = pytest.mark.pipeline
@@ -120,17 +118,6 @@ def test_a_sentence_is_answered_as_by_predict(workspace: Path) -> None:
 def test_a_question_is_asked_as_by_evaluate(record: Record) -> None:
     asked = MoeForm(None).question(record.question, record.context or "")  # type: ignore[arg-type]
     assert asked.messages == conversation(record, answered=False).messages
-
-
-def bomb() -> bytes:
-    """A PNG of a kilobyte that claims 60,000 x 60,000 pixels."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(bytes(99))), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 @pipeline
@@ -278,20 +265,10 @@ def test_a_sentence_in_a_browser_gets_a_drawn_graph(workspace: Path, monkeypatch
         assert sorted(tab.locator("svg .edgeLabel p").all_inner_texts()) == roles
 
 
-@pipeline
-@browser_test
-def test_a_dialogue_in_a_browser_continues_from_the_models_own_answers(workspace: Path) -> None:
-    run = command.read_run(AMR)
-    (model,) = command.load_models(run, with_base=False)
-    messages, answers = [message("system", "Short.")], []
-    with served(Form(run), [model]) as tab:
-        tab.get_by_label("A system prompt").fill("Short.")
-        for turn, text in enumerate(("Xin chào", HOSTILE)):
-            messages.append(message("user", text))
-            answers.append(page.answer(model, Conversation(sample_id="", messages=messages)))
-            messages.append(message("assistant", answers[-1]))
-            tab.get_by_label("A message").fill(text)
-            tab.get_by_role("button", name="Ask").click()
-            tab.get_by_test_id("bot").nth(turn).wait_for()
-        assert tab.get_by_test_id("bot").all_text_contents() == answers
-        assert tab.get_by_test_id("user").all_text_contents() == ["Xin chào", HOSTILE]
+def test_a_dialogue_is_shown_as_text_and_goes_on_from_it() -> None:
+    turns = [message("system", "Short."), message("user", HOSTILE), message("assistant", "<b>no</b>")]
+    shown = page.dialogue_of(turns)
+    assert "<" not in "".join(each["content"] for each in shown)
+    given = [{"role": each["role"], "content": [{"type": "text", "text": each["content"]}]} for each in shown]
+    asked = Form(None).question("And?", "Short.")  # type: ignore[arg-type]
+    assert following(asked, page.turns_of(given)).messages == [*turns, message("user", "And?")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zlib
 
 from PIL import Image, ImageDraw
 
@@ -14,6 +15,12 @@ def png(colour: tuple[int, int, int] = (90, 120, 200), size: tuple[int, int] = (
     buffer = io.BytesIO()
     Image.new("RGB", size, colour).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def bomb(side: int = 60_000) -> bytes:
+    """A PNG of a few hundred bytes that claims to have so many rows and columns."""
+    header = b"IHDR" + side.to_bytes(4) * 2 + png()[24:29]
+    return png()[:12] + header + zlib.crc32(header).to_bytes(4) + png()[33:]
 
 
 def patch_jpeg(box: tuple[float, float, float, float], size: tuple[int, int], orientation: int) -> bytes:

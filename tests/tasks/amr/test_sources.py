@@ -1,4 +1,3 @@
-import logging
 import re
 import unicodedata
 from pathlib import Path
@@ -27,10 +26,10 @@ def folder(path: Path, **files: str | bytes) -> Path:
     return path
 
 
-def refused(source: Path, *, skip_invalid: bool = False) -> str:
+def refused(source: Path) -> str:
     out_dir = source.parent / "out"
     with pytest.raises(UserError) as raised:
-        prepare("amr", f"folder:{source}", out_dir=out_dir, skip_invalid=skip_invalid)
+        prepare("amr", f"folder:{source}", out_dir=out_dir)
     assert not out_dir.exists(), "nothing is left of a refused run"
     return raised.value.message
 
@@ -123,29 +122,19 @@ def test_every_malformed_sample_is_named_with_file_line_and_reason(tmp_path: Pat
         assert problem in message
 
 
-def test_a_sentence_in_both_splits_is_refused_however_it_is_spelled_or_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    again = unicodedata.normalize("NFD", "Câu\t SỐ 1 .")
-    val = block(3) + block(4, again)
-    source = folder(tmp_path / "amr", train=block(1) + BAD + block(2), val=val, public_test="câu số 9 .\n")
-    with caplog.at_level(logging.INFO):
-        stats = prepare("amr", f"folder:{source}", out_dir=tmp_path / "prepared", skip_invalid=True)
-    assert caplog.messages == [
-        "validation split: val.txt",
-        "not read: public_test.txt",
-        "1 sample of train left out: in val too",
-    ]
-    assert [record.sentence for record in read_split(tmp_path / "prepared", "train")] == ["câu số 2 ."]
-    assert stats["splits"]["train"]["invalid_rows"] == 1
-    named = {"test": "public_test*"}
-    source = folder(tmp_path / "named", train=block(1) + block(2), val=block(3), public_test=block(4) + block(5))
-    prepare("amr", f"folder:{source}", out_dir=tmp_path / "three", splits=named)
-    assert [record.sentence for record in read_split(tmp_path / "three", "test")] == ["câu số 4 .", "câu số 5 ."]
-    with pytest.raises(UserError, match=r"no test split; name its files in params.yaml, below splits.test"):
-        read_split(tmp_path / "prepared", "test")
-    source = folder(tmp_path / "again", train=block(1) + block(2), val=val)
+def test_a_sentence_in_both_splits_is_refused_however_it_is_spelled(tmp_path: Path) -> None:
+    val = block(3) + block(4, unicodedata.normalize("NFD", "Câu\t SỐ 1 ."))
+    source = folder(tmp_path / "amr", train=block(1) + block(2), val=val)
     assert "train.txt line 1 and val.txt line 7: câu số 1 ." in refused(source)
+
+
+def test_a_test_split_is_read_where_it_is_named(tmp_path: Path) -> None:
+    source = folder(tmp_path / "amr", train=block(1) + block(2), val=block(3), public_test=block(4) + block(5))
+    prepare("amr", f"folder:{source}", out_dir=tmp_path / "two")
+    with pytest.raises(UserError, match=r"no test split; name its files in params.yaml, below splits.test"):
+        read_split(tmp_path / "two", "test")
+    prepare("amr", f"folder:{source}", out_dir=tmp_path / "three", splits={"test": "public_test*"})
+    assert [record.sentence for record in read_split(tmp_path / "three", "test")] == ["câu số 4 .", "câu số 5 ."]
 
 
 @pytest.mark.parametrize(

@@ -118,12 +118,6 @@ def test_map_ranks_first_boxes_before_second_ones() -> None:
     assert wrong_first["map_50"] == pytest.approx(2 / 3)  # wrong, right, right: 2/3 from the end on
 
 
-def test_map_averages_over_thresholds() -> None:
-    """IoU 0.72 is right at 0.50, 0.55, 0.60, 0.65 and 0.70, five thresholds of ten."""
-    metrics, _ = score([record([(0.0, 0.0, 1.0, 1.0)])], [answer((0.0, 0.0, 1.0, 0.72))])
-    assert (metrics["map_50_95"], metrics["map_50"], metrics["map_75"]) == pytest.approx((0.5, 1.0, 0.0))
-
-
 def sample(*found: tuple[Box, str], **settings: Any) -> DetectionRecord:
     boxes, names = [box for box, _ in found], tuple(name for _, name in found)
     empty = replace(record([]), categories=(), labels=())
