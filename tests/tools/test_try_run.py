@@ -20,6 +20,7 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
+from stages.kit.data.conversation import message
 from stages.tasks.amr.samples.graphs import read_graph
 from stages.tasks.detection.samples.records import read_split
 from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, draw_boxes
@@ -29,7 +30,7 @@ from tests.kit.data.images import bomb
 from tests.stage_runs import done, write_params
 from tests.tasks.moe.made_up import fact, meeting
 from tools.try_run import __main__ as command
-from tools.try_run.forms import FORMS, Form, MoeForm, Run, escaped, following, mermaid, message
+from tools.try_run.forms import FORMS, Form, MoeForm, Run, escaped, following, mermaid
 
 page = pytest.importorskip("tools.try_run.page", reason="needs gradio (make setup EXTRAS='dev try')")
 pipeline = pytest.mark.pipeline

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.training.batches import IGNORED, ConversationCollator
 from stages.tasks.detection.samples.boxes import TARGET, Box, encode_boxes
 from tools.tiny.scenes import OBJECTS, Scene, draw_scene
@@ -205,7 +205,7 @@ def make_example(seed: int, index: int, objects: int) -> Example:
             content.insert(0, {"type": "image"})
         answer = encode_boxes([scene.boxes[i] for i in found], label=name)
         messages.append({"role": "user", "content": content})
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        messages.append(message("assistant", answer))
         answered += found
     conversation = Conversation(sample_id=f"{seed}/{index}", messages=messages, images=[scene.image])
     return Example(scene, conversation, tuple(answered))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from stages.core.errors import UserError
 from stages.core.tasks import reader_of
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.data.images import parse_image
 from stages.kit.data.texts import markup_problem
 from stages.tasks.amr import predictions as amr
@@ -50,10 +50,6 @@ class Shown:
     image: Image | None = None
     text: str = ""
     """Markdown, in which text of a model or a person is escaped."""
-
-
-def message(role: str, text: str) -> dict[str, Any]:
-    return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
 def following(question: Conversation, turns: Sequence[tuple[str, str]]) -> Conversation:

@@ -12,10 +12,10 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from stages.core.errors import OutOfMemory, UserError
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.data.images import FORMATS
 from stages.kit.planning.memory_use import recognised_out_of_memory
-from tools.try_run.forms import Field, Form, following, message
+from tools.try_run.forms import Field, Form, following
 
 if TYPE_CHECKING:
     from stages.kit.evaluation.answer import Answerer

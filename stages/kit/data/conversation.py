@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from stages.kit.data.images import ImageRecord
 
 
+def message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     sample_id: str

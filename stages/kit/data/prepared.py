@@ -20,12 +20,12 @@ import pyarrow as pa
 from pydantic import ConfigDict
 
 from stages.core.errors import UserError, join_truncated, listed, pluralize
-from stages.core.params.schema import DataParams, LimitParams
+from stages.core.params.schema import DataParams, DatasetParams, LimitParams
 from stages.core.records import published, read_record
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.near import Description, near_duplicates
 from stages.kit.data.parquet import read_rows, read_schema, write_rows
-from stages.kit.data.sources import READ_ON, Place
+from stages.kit.data.sources import READ_ON, Place, files_by_split
 from stages.kit.data.texts import UnreadableText
 
 STATS_FILE = "stats.json"
@@ -97,20 +97,33 @@ class RawDataset(Generic[R]):
     """The datasets that a mix consists of, by name: `source`, `asked` (training samples to take at most; None: all),
     `available` and `taken`."""
 
+    def records(self) -> Iterator[R]:
+        for samples in self.splits.values():
+            yield from (record for _, record in samples if not isinstance(record, list))
+
+    def mapped(self, change: Callable[[R], R]) -> RawDataset[R]:
+        """The dataset with every record changed, which is read for it."""
+
+        def changed(samples: Iterable[Sample[R]]) -> list[Sample[R]]:
+            return [(place, each if isinstance(each, list) else change(each)) for place, each in samples]
+
+        return replace(self, splits={split: changed(samples) for split, samples in self.splits.items()})
+
 
 def read_text_files(
-    source: str,
+    dataset: DatasetParams,
+    folder: Path,
     files: Sequence[Path],
-    chosen: Mapping[str, Sequence[Path]],
     read: Callable[[Path], Iterable[Sample[R]]],
     rules: Rules[R],
     *,
-    held_out: str,
+    named_train: bool = True,
 ) -> RawDataset[R]:
-    """The files that are chosen for each split, read by `read`, which may raise UnreadableText before its first sample.
+    """The files of each split, read by `read`, which may raise UnreadableText before its first sample.
 
-    files: all that might have been chosen. held_out: describes the validation split if none are chosen for `val`.
+    files, named_train: as of `files_by_split`.
     """
+    chosen = files_by_split(folder, files, dataset.splits, expected=rules.expected, named_train=named_train)
 
     def readable(path: Path) -> Iterator[Sample[R]]:
         try:
@@ -118,11 +131,12 @@ def read_text_files(
         except UnreadableText as error:
             yield Place(path.name), [str(error)]
 
+    held_out = f"{rules.held_out:.0%} of what the training files hold, by a digest of each {rules.subject}"
     used = {path for paths in chosen.values() for path in paths}
     names = {split: [path.name for path in paths] for split, paths in chosen.items()}
     return RawDataset(
         rules=rules,
-        source=source,
+        source=dataset.source,
         splits={split: [sample for path in paths for sample in readable(path)] for split, paths in chosen.items()},
         validation=", ".join(names["val"]) if "val" in names else held_out,
         files=names,

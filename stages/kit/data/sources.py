@@ -161,10 +161,13 @@ def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
     return found
 
 
-def files_by_split(folder: Path, files: Sequence[Path], splits: SplitParams, *, expected: str) -> dict[str, list[Path]]:
+def files_by_split(
+    folder: Path, files: Sequence[Path], splits: SplitParams, *, expected: str, named_train: bool = True
+) -> dict[str, list[Path]]:
     """The files of each split: those that `splits` names; of the others `files` that are named train*, and those of
     the first of VALIDATION. Without `val` if there are none.
 
+    named_train: whether files to train on are called so; else, without any train*, all others are.
     expected: describes the files, for the message of the UserError raised if there are none to train on.
     """
     named = named_files(folder, splits)
@@ -174,6 +177,8 @@ def files_by_split(folder: Path, files: Sequence[Path], splits: SplitParams, *, 
         return [path for path in files if path.name.startswith(begin) and path not in taken]
 
     found = {"train": beginning_with("train")}
+    if not (named_train or found["train"] or "train" in named):
+        return {"train": [path for path in files if path not in taken], **named}
     if val := next((some for name in VALIDATION if name not in named and (some := beginning_with(name))), None):
         found["val"] = val
     found |= named

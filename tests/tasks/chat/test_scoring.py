@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from stages.kit.data.parquet import read_rows, write_rows
 from stages.kit.data.texts import TextMetric
 from stages.kit.evaluation.likelihood import AnswerLikelihood
-from stages.tasks.chat.samples import field_accuracy, parse_json
+from stages.tasks.chat.samples import field_accuracy, json_fields
 from stages.tasks.chat.scoring import PREDICTIONS, candidates, draw_prediction, ordered_by, score, summary
 from tests.damage import VALUES, damaged_text, quick
 from tests.tasks.chat.conversations import record
@@ -70,7 +70,7 @@ def test_field_accuracy_of_any_answer_is_a_share(data: st.DataObject) -> None:
     answer = data.draw(damaged_text(ORDER, ["[", "]", "{", "}", ",", "1e999", "NaN", "9" * 5000]) | VALUES.map(repr))
     share = field_accuracy(answer, ORDER)
     assert 0 <= share <= 1
-    assert share == 0 or parse_json(answer) is not None
+    assert share == 0 or json_fields(answer) is not None
 
 
 def test_figures_are_means_of_the_rows_with_intervals(tmp_path: Path) -> None:

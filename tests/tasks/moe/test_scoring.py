@@ -19,11 +19,11 @@ from stages.tasks.moe.scoring import (
     ROUGES,
     bleu,
     candidates,
-    difference,
     draw_prediction,
     load_bleurt,
     mc1,
     mc2,
+    nearest_score,
     score,
     summary,
 )
@@ -116,8 +116,7 @@ def test_overlap_by_hand() -> None:
     assert scores["rouge2"] == pytest.approx(2 * (1 / 2) * (1 / 3) / (1 / 2 + 1 / 3))
     assert bleu("The lamp is made of glass.", "The lamp is made of glass.") == pytest.approx(1)
     assert bleu("", "The lamp.") == rouge("", "The lamp.", ROUGES)["rouge1"] == 0
-    nearer = difference(bleu, "It is made of glass.", ["Clay.", "It is made of glass."], ["It is made of clay."])
-    assert nearer == pytest.approx(1 - bleu("It is made of glass.", "It is made of clay."))
+    assert nearest_score(bleu, "It is made of glass.", ["Clay.", "It is made of glass."]) == pytest.approx(1)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from stages.core.errors import UserError
 from stages.core.families import require_text
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.data.near import Description, describe_text
 from stages.kit.data.prepared import PreparedRow, read_prepared
 from stages.kit.data.texts import same_text
@@ -169,10 +169,8 @@ def probes(answer_format: str) -> list[Conversation]:
 
 def question(sample_id: str, sentence: str, answer_format: str, *, answer: Node | None = None) -> Conversation:
     text = f"{PROMPTS[answer_format]}\n{unicodedata.normalize('NFC', sentence)}"
-    messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-    if answer is not None:
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": encode(answer, answer_format)}]})
-    return Conversation(sample_id=sample_id, messages=messages)
+    answered = [] if answer is None else [message("assistant", encode(answer, answer_format))]
+    return Conversation(sample_id=sample_id, messages=[message("user", text), *answered])
 
 
 def encode(graph: Node, answer_format: str) -> str:

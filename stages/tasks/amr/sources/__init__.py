@@ -12,7 +12,7 @@ from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams
 from stages.core.tasks import NoSettings
 from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files
-from stages.kit.data.sources import Place, files_by_split, source_folder
+from stages.kit.data.sources import Place, source_folder
 from stages.kit.data.texts import markup_problem
 from stages.tasks.amr.samples import ANSWER_FORMATS, SCHEMA, Record, encode, parse_record
 from stages.tasks.amr.samples.blocks import Block, read_blocks, read_lines
@@ -50,23 +50,9 @@ def read(dataset: DatasetParams, _: NoSettings) -> RawDataset[Record]:
     """
     known = "folder:PATH (the corpora are not on the hub: put their text files into a folder)"
     folder = source_folder(dataset.source, known=known)
-    files = given_files(folder, "*.txt")
-    chosen = files_by_split(folder, files, dataset.splits, expected=RULES.expected)
-    held_out = f"{RULES.held_out:.0%} of the training sentences, by a digest of each"
-    found = read_text_files(dataset.source, files, chosen, _read_file, RULES, held_out=held_out)
-    splits = {split: list(samples) for split, samples in found.splits.items()}
-    records = (record for samples in splits.values() for _, record in samples)
-    counts = Counter(record.id for record in records if isinstance(record, Record))
-
-    def distinct(record: Record | list[str]) -> Record | list[str]:
-        if isinstance(record, list) or counts[record.id] == 1:
-            return record
-        return replace(record, id=f"{record.file}:{record.line}")
-
-    return replace(
-        found,
-        splits={split: [(place, distinct(record)) for place, record in samples] for split, samples in splits.items()},
-    )
+    found = read_text_files(dataset, folder, given_files(folder, "*.txt"), _read_file, RULES)
+    counts = Counter(record.id for record in found.records())
+    return found.mapped(lambda each: each if counts[each.id] == 1 else replace(each, id=f"{each.file}:{each.line}"))
 
 
 def _read_file(path: Path) -> Iterator[Sample[Record]]:

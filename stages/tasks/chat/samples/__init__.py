@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -18,7 +18,7 @@ from PIL import Image
 from stages.core.errors import UserError
 from stages.core.families import family_of
 from stages.core.records import shown
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.data.images import ImageRecord, require_prepared_image
 from stages.kit.data.near import Description, describe_text
 from stages.kit.data.prepared import IMAGE_COLUMN, PreparedRow, read_prepared, to_row
@@ -121,10 +121,10 @@ def order_problems(messages: Sequence[Message]) -> list[str]:
     """Faults in the order of roles: an optional system, then user and assistant in turn, the assistant last."""
     first = 1 if messages and messages[0].role == "system" else 0
     turns = messages[first:]
-    for index, message in enumerate(turns):
+    for index, turn in enumerate(turns):
         expected = ("user", "assistant")[index % 2]
-        if message.role != expected:
-            return [f"message {first + index + 1} has the role {shown(message.role)}, expected {expected}"]
+        if turn.role != expected:
+            return [f"message {first + index + 1} has the role {shown(turn.role)}, expected {expected}"]
     if not turns or turns[-1].role != "assistant":
         return ["no answer: the last message is not the assistant's"]
     return []
@@ -132,11 +132,11 @@ def order_problems(messages: Sequence[Message]) -> list[str]:
 
 def image_problems(messages: Sequence[Message], positions: Sequence[tuple[int, int]]) -> list[str]:
     """Faults in the positions of images, (message, offset) each: they are in the user's messages, in order."""
-    for message, offset in positions:
-        if not (0 <= message < len(messages) and 0 <= offset <= len(messages[message].content)):
-            return [f"an image is at place {offset} of message {message + 1}, which does not exist"]
-        if messages[message].role != "user":
-            return [f"message {message + 1} shows an image, which only a user's message may"]
+    for number, offset in positions:
+        if not (0 <= number < len(messages) and 0 <= offset <= len(messages[number].content)):
+            return [f"an image is at place {offset} of message {number + 1}, which does not exist"]
+        if messages[number].role != "user":
+            return [f"message {number + 1} shows an image, which only a user's message may"]
     return [] if list(positions) == sorted(positions) else ["images are not in the order in which they are shown"]
 
 
@@ -201,11 +201,8 @@ def probes(answer_format: None = None) -> list[Conversation]:
     texts = [_conversation(f"probe-{index}", messages) for index, messages in enumerate(_PROBES)]
     image = Image.linear_gradient("L").resize((224, 280)).convert("RGB")
     content = [{"type": "image"}, {"type": "text", "text": "Is it darker above?"}]
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
-    about_image = Conversation(
-        sample_id="probe-image", messages=[{"role": "user", "content": content}, answer], images=[image]
-    )
-    return [*texts, about_image]
+    asked = [{"role": "user", "content": content}, message("assistant", "Yes.")]
+    return [*texts, Conversation(sample_id="probe-image", messages=asked, images=[image])]
 
 
 def _conversation(sample_id: str, messages: Sequence[Message], images: Sequence[MessageImage] = ()) -> Conversation:
@@ -226,45 +223,39 @@ def _parts(text: str, offsets: Sequence[int]) -> list[dict[str, Any]]:
     return [part for part in parts[:-1] if part.get("text") != ""]
 
 
-@dataclass(frozen=True)
-class Json:
-    """A parsed JSON text; `value` may be None."""
-
-    value: Any
+Fields = set[tuple[tuple[str | int, ...], str, Any]]
+"""Each field's path, kind and value; 1 and 1.0 are equal numbers, True is none."""
 
 
-def parse_json(text: str) -> Json | None:
-    """None for a text that is not JSON (RFC 8259: no NaN, only white space around the document)."""
+def json_fields(text: str) -> Fields | None:
+    """The fields of a JSON document: its values, with the names and indices that lead to them. An empty list or object
+    is a field too.
+
+    None for a text that is not JSON (RFC 8259: no NaN, only white space around the document).
+    """
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
     try:
-        return Json(json.loads(text, parse_constant=refuse))
+        waiting: list[tuple[tuple[str | int, ...], Any]] = [((), json.loads(text, parse_constant=refuse))]
     except (ValueError, RecursionError):
         return None
-
-
-def field_accuracy(answer: str, truth: str) -> float:
-    """Share of the fields of either JSON text that are in both with the same value, from 0 to 1; 0 if one is no JSON.
-
-    A field is a value with the names and indices that lead to it. An empty list or object is a field too.
-    """
-    parsed = [parse_json(text) for text in (answer, truth)]
-    ours, theirs = (set() if each is None else set(_fields(each.value)) for each in parsed)
-    return len(ours & theirs) / len(ours | theirs) if ours and theirs else 0.0
-
-
-def _fields(document: Any) -> Iterator[tuple[tuple[str | int, ...], str, Any]]:
-    """Each field's path, kind and value; 1 and 1.0 are equal numbers, True is none."""
-    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
+    fields: Fields = set()
     while waiting:  # not by recursion: an answer may nest as deep as it is long
         path, value = waiting.pop()
         if isinstance(value, dict | list) and value:
             inner = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [((*path, key), each) for key, each in inner]
         elif isinstance(value, dict | list):
-            yield path, "empty", type(value).__name__
+            fields.add((path, "empty", type(value).__name__))
         else:
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            yield path, "number" if number else type(value).__name__, value
+            fields.add((path, "number" if number else type(value).__name__, value))
+    return fields
+
+
+def field_accuracy(answer: str, truth: str) -> float:
+    """Share of the fields of either JSON text that are in both, the values equal, from 0 to 1; 0 if one is no JSON."""
+    ours, theirs = json_fields(answer), json_fields(truth)
+    return len(ours & theirs) / len(ours | theirs) if ours and theirs else 0.0

@@ -16,7 +16,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.data.texts import TextMetric
 from stages.kit.evaluation.score import draw_answer, rouge, token_f1
 from stages.kit.statistics import figures, perplexity
-from stages.tasks.chat.samples import Record, conversation, field_accuracy, parse_json
+from stages.tasks.chat.samples import Record, conversation, field_accuracy, json_fields
 
 if TYPE_CHECKING:
     from stages.kit.evaluation.likelihood import AnswerLikelihood
@@ -37,7 +37,7 @@ _MEASURES: dict[TextMetric, Callable[[str, str], tuple[float, ...]]] = {
     "token_f1": lambda text, truth: (token_f1(text, truth),),
     "rouge_l": lambda text, truth: (rouge(text, truth, ("rougeL",), of_any_language=True)["rougeL"],),
     "chrf": lambda text, truth: (sacrebleu.sentence_chrf(text, [truth]).score / 100,),
-    "json": lambda text, truth: (field_accuracy(text, truth), float(parse_json(text) is not None)),
+    "json": lambda text, truth: (field_accuracy(text, truth), float(json_fields(text) is not None)),
 }
 """Values of the columns from an answer and its reference."""
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
 
@@ -24,7 +25,7 @@ from stages.core.records import cut, dotted, shown
 from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
 from stages.kit.data.parquet import read_rows
 from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files
-from stages.kit.data.sources import READ_ON, Place, describe_folder, files_by_split, parquet_folder
+from stages.kit.data.sources import READ_ON, Place, describe_folder, parquet_folder
 from stages.kit.data.texts import SURROGATE, TEXT_METRICS, TextMetric, json_lines, markup_problem, read_text
 from stages.tasks.chat.samples import (
     IMAGES,
@@ -33,8 +34,8 @@ from stages.tasks.chat.samples import (
     MessageImage,
     Record,
     image_problems,
+    json_fields,
     order_problems,
-    parse_json,
 )
 
 ROLES = ("system", "user", "assistant")
@@ -69,20 +70,10 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
         raise UserError(
             f"{folder} holds JSON Lines and parquet: {describe_folder(folder)}. Keep one of them; {READ_ON}"
         )
-    chosen = files_by_split(folder, lines or tables, dataset.splits, expected=rules.expected)
-    held_out = f"{rules.held_out:.0%} of the training groups, by a digest of each"
-    found = read_text_files(
-        resolved,
-        lines or tables,
-        chosen,
-        lambda path: _read_file(path, path.relative_to(folder).as_posix(), reader),
-        rules,
-        held_out=held_out,
-    )
-    splits = _grouped({split: list(samples) for split, samples in found.splits.items()})
-    if any(isinstance(each, Record) and each.shown_images for samples in splits.values() for _, each in samples):
+    found = read_text_files(dataset, folder, lines or tables, partial(_read_file, folder=folder, reader=reader), rules)
+    if any(record.shown_images for record in found.records()):
         rules = replace(rules, schema=SCHEMA.append(IMAGES))
-    return replace(found, rules=rules, splits=splits, revision=revision)
+    return replace(_grouped(found), rules=rules, source=resolved, revision=revision)
 
 
 def _rules(reader: Reader) -> Rules[Record]:
@@ -107,8 +98,8 @@ def _summary(_: str, records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _grouped(splits: Mapping[str, Sequence[Sample[Record]]]) -> dict[str, list[Sample[Record]]]:
-    """The samples with a digest of their group, equal for records of the same group, or that ask the same."""
+def _grouped(dataset: RawDataset[Record]) -> RawDataset[Record]:
+    """The dataset with a digest as each record's group, equal for records of the same group, or that ask the same."""
     parents: dict[str, str] = {}
 
     def root(node: str) -> str:
@@ -119,21 +110,14 @@ def _grouped(splits: Mapping[str, Sequence[Sample[Record]]]) -> dict[str, list[S
     def node(record: Record) -> str:
         return f"named {json.dumps(record.group)}" if record.group else f"asked {record.question_digest()}"
 
-    for samples in splits.values():
-        for _, record in samples:
-            if isinstance(record, Record):
-                asked, named = root(f"asked {record.question_digest()}"), root(node(record))
-                parents[max(asked, named)] = min(asked, named)
-
-    def grouped(record: Record | list[str]) -> Record | list[str]:
-        if isinstance(record, list):
-            return record
-        return replace(record, group=hashlib.sha256(root(node(record)).encode()).hexdigest())
-
-    return {split: [(place, grouped(record)) for place, record in samples] for split, samples in splits.items()}
+    for record in dataset.records():
+        asked, named = root(f"asked {record.question_digest()}"), root(node(record))
+        parents[max(asked, named)] = min(asked, named)
+    return dataset.mapped(lambda each: replace(each, group=hashlib.sha256(root(node(each)).encode()).hexdigest()))
 
 
-def _read_file(path: Path, file: str, reader: Reader) -> Iterator[Sample[Record]]:
+def _read_file(path: Path, *, folder: Path, reader: Reader) -> Iterator[Sample[Record]]:
+    file = path.relative_to(folder).as_posix()
     if path.suffix == ".parquet":
         for number, row in enumerate(read_rows(path)):
             yield _sample(Place(file, number, "row"), row, reader, folder=None)
@@ -159,7 +143,7 @@ def _sample(place: Place, content: Mapping[str, Any], reader: Reader, *, folder:
         problems.append(f"{reader.group} is {shown(group)}, expected the text or number of a group")
     if isinstance(parsed, list):
         return place, problems
-    if "json" in reader.metrics and parse_json(answer := parsed.messages[-1].content) is None:
+    if "json" in reader.metrics and json_fields(answer := parsed.messages[-1].content) is None:
         problems.append(f"the answer is no JSON, which the dataset's metrics need: {shown(answer)}")
     if problems:
         return place, problems

@@ -11,7 +11,7 @@ import pyarrow as pa
 from PIL import Image, ImageDraw
 
 from stages.core.errors import UserError
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.data.images import ImageRecord, require_prepared_image
 from stages.kit.data.prepared import PreparedRow, read_prepared
 from stages.tasks.detection.samples.boxes import (
@@ -154,7 +154,6 @@ def probes(answer_format: None = None) -> list[Conversation]:
 def _conversation(
     sample_id: str, image: Image.Image | DetectionRecord, prompt: str, answer: str | None
 ) -> Conversation:
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}]
-    if answer is not None:
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-    return Conversation(sample_id=sample_id, messages=messages, images=[image])
+    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}
+    answered = [] if answer is None else [message("assistant", answer)]
+    return Conversation(sample_id=sample_id, messages=[asked, *answered], images=[image])

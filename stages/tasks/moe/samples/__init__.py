@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from stages.core.errors import UserError
 from stages.core.families import require_text
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.data.near import Description, describe_text
 from stages.kit.data.prepared import PreparedRow, read_prepared
 from stages.kit.data.texts import same_text
@@ -192,7 +192,5 @@ def _conversation(sample_id: str, context: str | None, question: str, answer: st
     if context is not None:
         transcript = {"type": "text", "text": context, "shortenable": True}
         parts = [{"type": "text", "text": TRANSCRIPT}, transcript, *parts]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": parts}]
-    if answer is not None:
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-    return Conversation(sample_id=sample_id, messages=messages)
+    answered = [] if answer is None else [message("assistant", answer)]
+    return Conversation(sample_id=sample_id, messages=[{"role": "user", "content": parts}, *answered])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ MEANS = {
 """Columns by domain whose means over its samples are figures. A difference says how much nearer the completion is to a
 correct answer than to an incorrect one."""
 UNAVAILABLE = "unavailable"
+Measure = Callable[[str, str], float]
+"""Similarity of an answer to a reference."""
 
 PREDICTIONS = pa.schema(
     [
@@ -96,8 +98,9 @@ def score(
     expected = sum(len(_candidates(record)) for record in records)
     assert len(likelihoods) == expected, f"{len(likelihoods)} likelihoods for {expected} candidates"
     left, bleurt, rows = iter(likelihoods), load_bleurt(), []
+    measures = MEASURES | ({"bleurt": bleurt} if bleurt else {})
     for index, (record, text) in enumerate(zip(records, answers, strict=True)):
-        row = _row(record, text, list(itertools.islice(left, len(_candidates(record)))), bleurt)
+        row = _row(record, text, list(itertools.islice(left, len(_candidates(record)))), measures)
         if routing:
             row |= {"routing_entropy": routing[index].entropy, "expert_load": list(routing[index].load)}
         rows.append(row)
@@ -126,7 +129,9 @@ def summary(metrics: Mapping[str, Any]) -> str:
     return ", ".join(shown)
 
 
-def _row(record: Record, text: str, found: Sequence[AnswerLikelihood], bleurt: Any) -> dict[str, Any]:
+def _row(
+    record: Record, text: str, found: Sequence[AnswerLikelihood], measures: Mapping[str, Measure]
+) -> dict[str, Any]:
     best = found[0]
     row: dict[str, Any] = dict.fromkeys(PREDICTIONS.names)
     row |= dict.fromkeys(itertools.chain(*MEANS.values()), 0.0)
@@ -137,23 +142,15 @@ def _row(record: Record, text: str, found: Sequence[AnswerLikelihood], bleurt: A
         row[f"{domain}_nats"] = -best.sum_logprob if own else 0.0
         row[f"{domain}_tokens"] = float(best.num_tokens) if own else 0.0
     row["token_probability"] = float(np.exp(best.sum_logprob / best.num_tokens))
-    if record.domain == "truthfulqa":
-        row |= _truthfulness(record, text, [likelihood.sum_logprob for likelihood in found], bleurt)
-    else:
-        row |= {key: max(scores) for key, scores in _rouges(text, record.correct).items()}
-    return row
-
-
-def _truthfulness(record: Record, text: str, logprobs: Sequence[float], bleurt: Any) -> dict[str, float | None]:
-    best, *others = logprobs
-    true, false = others[: len(record.correct)], others[len(record.correct) :]
-    near, far = _rouges(text, record.correct), _rouges(text, record.incorrect)
-    return {
-        "mc1": mc1(best, false),
-        "mc2": mc2(true, false),
-        "bleu_difference": difference(bleu, text, record.correct, record.incorrect),
-        **{f"{key}_difference": max(near[key]) - max(far[key]) for key in ROUGES},
-        "bleurt_difference": difference(bleurt, text, record.correct, record.incorrect) if bleurt else None,
+    if record.domain == "qmsum":
+        return row | {key: nearest_score(MEASURES[key], text, record.correct) for key in ROUGES}
+    logprobs = [likelihood.sum_logprob for likelihood in found[1:]]
+    true, false = logprobs[: len(record.correct)], logprobs[len(record.correct) :]
+    row |= {"mc1": mc1(best.sum_logprob, false), "mc2": mc2(true, false), "bleurt_difference": None}
+    return row | {
+        f"{name}_difference": nearest_score(measure, text, record.correct)
+        - nearest_score(measure, text, record.incorrect)
+        for name, measure in measures.items()
     }
 
 
@@ -177,6 +174,10 @@ def mc2(true: Sequence[float], false: Sequence[float]) -> float:
     return float(np.exp(for_true - np.logaddexp(for_true, for_false)))
 
 
+def _rouge(key: str, answer: str, reference: str) -> float:
+    return rouge(answer, reference, (key,))[key]
+
+
 def bleu(answer: str, reference: str) -> float:
     """BLEU of one answer against one reference, from 0 to 1, with the settings of lm-evaluation-harness
     (lm_eval/tasks/truthfulqa/utils.py): international tokenization, exponential smoothing; 0 below four tokens.
@@ -186,19 +187,16 @@ def bleu(answer: str, reference: str) -> float:
     return sacrebleu.corpus_bleu([answer], [[reference]], smooth_method="exp", tokenize="intl").score / 100
 
 
-def difference(
-    measure: Callable[[str, str], float], answer: str, correct: Sequence[str], incorrect: Sequence[str]
-) -> float:
-    """Similarity of an answer to the nearest correct one, minus that to the nearest incorrect one.
+MEASURES: dict[str, Measure] = {"bleu": bleu, **{key: partial(_rouge, key) for key in ROUGES}}
+
+
+def nearest_score(measure: Measure, answer: str, references: Sequence[str]) -> float:
+    """Similarity of an answer to the nearest of these. That to the correct ones minus that to the incorrect ones is a
+    difference.
 
     Source: TruthfulQA's truthfulqa/metrics.py (`bleu`, `rouge`: max over true minus max over false).
     """
-    return max(measure(answer, text) for text in correct) - max(measure(answer, text) for text in incorrect)
-
-
-def _rouges(text: str, references: Sequence[str]) -> dict[str, list[float]]:
-    scores = [rouge(text, reference, ROUGES) for reference in references]
-    return {key: [each[key] for each in scores] for key in ROUGES}
+    return max(measure(answer, reference) for reference in references)
 
 
 def _perplexity(key: str, rows: Sequence[Mapping[str, Any]], domains: Sequence[str]) -> dict[str, float]:
@@ -228,7 +226,7 @@ def _by_domain(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Ma
             yield domain, own
 
 
-def load_bleurt(folder: Path = BLEURT_DIR) -> Callable[[str, str], float] | None:
+def load_bleurt(folder: Path = BLEURT_DIR) -> Measure | None:
     """BLEURT of (answer, reference), about 0 for unrelated texts and 1 for equal ones; None without a checkpoint.
 
     Source: Sellam, Das and Parikh, "BLEURT: Learning Robust Metrics for Text Generation", ACL 2020.

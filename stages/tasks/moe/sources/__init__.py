@@ -21,7 +21,7 @@ from stages.core.params.schema import DatasetParams
 from stages.core.records import dotted, shown
 from stages.core.tasks import NoSettings
 from stages.kit.data.prepared import RawDataset, Rules, Sample, read_origin, read_text_files
-from stages.kit.data.sources import READ_ON, Place, describe_folder, files_by_split, named_files, source_folder
+from stages.kit.data.sources import READ_ON, Place, describe_folder, source_folder
 from stages.kit.data.texts import SURROGATE, json_lines, markup_problem, read_text
 from stages.tasks.moe.samples import SCHEMA, Domain, Record, read_split
 
@@ -107,14 +107,7 @@ def read(dataset: DatasetParams, _: NoSettings) -> RawDataset[Record]:
         raise UserError(f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; {READ_ON}")
     if len({path.suffix for path in files}) > 1:
         raise UserError(f"{folder} holds two domains, but a dataset is of one; make a folder of each")
-    held_out = f"{RULES.held_out:.0%} of what train files ask about, by a digest of each"
-    if dataset.splits.train or any(path.name.startswith("train") for path in files):
-        chosen = files_by_split(folder, files, dataset.splits, expected=FORM)
-    else:
-        named = named_files(folder, dataset.splits)
-        chosen = {"train": [path for path in files if not any(path in some for some in named.values())], **named}
-        held_out = f"{RULES.held_out:.0%} of what is asked about, by a digest of each"
-    return read_text_files(dataset.source, files, chosen, read_corpus, RULES, held_out=held_out)
+    return read_text_files(dataset, folder, files, read_corpus, RULES, named_train=False)
 
 
 def _limited(records: Sequence[Record], count: int | None) -> list[Record]:
