@@ -61,13 +61,13 @@ def refuse_unfit(name: str, family: str, params: Params) -> None:
 
     Recipes are no parameters of this stage, as nothing that it leaves depends on them: `plan` asks the same of each.
     """
-    users = [(recipe.task, recipe.answer_format, params.root(each)) for each, recipe in params.recipes.items()]
-    users += [(baseline.task, baseline.answer_format, baseline.base) for baseline in params.baselines.values()]
-    asked = {(task, answer_format) for task, answer_format, root in users if root == f"bases/{name}"}
+    users = [(recipe.task, params.root(each)) for each, recipe in params.recipes.items()]
+    users += [(baseline.task, baseline.base) for baseline in params.baselines.values()]
+    asked = {task for task, root in users if root == f"bases/{name}"}
     problems = []
-    for task, answer_format in sorted(asked, key=str):
+    for task in sorted(asked):
         try:
-            load_task(task, "samples").check(family, answer_format)
+            load_task(task, "samples").check(family)
         except UserError as error:
             problems.append(error.message)
     if problems and len(problems) == len(asked):

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import click
 
-from stages.core.errors import UserError, configure_logging
+from stages.core.errors import configure_logging
 from stages.core.lineage import Lineage, file_digest
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import publish_text, published
-from stages.core.tasks import load_task
+from stages.core.tasks import load_task, require_answer_format
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.answer import load_answerer
@@ -103,10 +103,7 @@ def task_of(params: Params, name: str) -> Task:
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
     if name in params.recipes:
         return Task(subject.task, samples, scoring, read_plan(name).answer_format)
-    formats = getattr(samples, "ANSWER_FORMATS", (None,))
-    if subject.answer_format not in formats:
-        expected = ", ".join("null" if each is None else each for each in formats)
-        raise UserError(f"baselines.{name}.answer_format is {subject.answer_format}; expected {expected}")
+    require_answer_format(samples, subject.answer_format, f"baselines.{name}.answer_format")
     return Task(subject.task, samples, scoring, subject.answer_format)
 
 

@@ -24,7 +24,7 @@ from stages.core.errors import configure_logging
 from stages.core.families import require_precision
 from stages.core.params import load_params
 from stages.core.params.schema import Params
-from stages.core.tasks import load_task
+from stages.core.tasks import load_task, require_answer_format
 from stages.kit.memory.fit import Fit, decide, duration, fitting_batch_size
 from stages.kit.memory.predict import MemoryPredictor, capacity_bytes
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
@@ -70,7 +70,8 @@ def preview(
     """
     wanted, memory = params.recipe(recipe), params.active.memory
     samples, notes, lengths = load_task(wanted.task, "samples"), [], []
-    samples.check(config.model_type, wanted.answer_format)
+    samples.check(config.model_type)
+    require_answer_format(samples, wanted.answer_format, f"recipes.{recipe}.answer_format")
     require_precision(config.model_type, memory.precision)
     data_dir = Path("data/prepared") / wanted.data
     records = samples.read_split(data_dir, "train") if has_data else None

@@ -30,6 +30,14 @@ def load_task(task: str, module: str) -> ModuleType:
         raise
 
 
+def require_answer_format(samples: ModuleType, answer_format: str | None, path: str) -> None:
+    """Raises UserError for an answer format that the task does not have. path: of the setting, dotted."""
+    formats = getattr(samples, "ANSWER_FORMATS", (None,))
+    if answer_format not in formats:
+        expected = ", ".join("null" if each is None else each for each in formats)
+        raise UserError(f"{path} is {answer_format}; expected {expected}")
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class NoSettings:
     """`reader` of a dataset whose task has no settings of its own."""

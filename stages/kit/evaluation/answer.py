@@ -129,8 +129,7 @@ def load_answerer(
     """The model of a folder on one device of the profile, ready to answer these questions.
 
     samples: of the task. attempt: times to halve the batch.
-    Raises UserError if the batch cannot be halved so often, and for a model or an answer format that the task does not
-    have.
+    Raises UserError if the batch cannot be halved so often, and for a model that the task does not have.
     """
     device, precision, attn = profile.device.one(), profile.memory.precision, profile.memory.attn
     batch_size = batch_size_for(questions, model_dir, profile, attempt=attempt)
@@ -138,7 +137,7 @@ def load_answerer(
     memory = MemoryLog(gpus_in_use(device))
     model = load_certified(model_dir, device=device, precision=precision, attn=attn).eval()
     memory.loaded()
-    samples.check(model.config.model_type, answer_format)
+    samples.check(model.config.model_type)
     return Answerer(
         model=model,
         processor=load_processor(model_dir, profile.images),

@@ -59,9 +59,7 @@ def test_a_batch_of_one_cannot_be_halved(tmp_path: Path) -> None:  # an empty fo
         load_answerer(tmp_path, profile, DETECTION, TABLES, answer_format=None, attempt=2)
 
 
-def test_another_tasks_model_or_answer_format_is_refused(tiny_vlm: Path) -> None:
-    with pytest.raises(UserError, match=r"answer_format: .* found 'mtup'"):
-        load_answerer(tiny_vlm, TINY, DETECTION, TABLES, answer_format="mtup", attempt=0)
+def test_another_tasks_model_is_refused(tiny_vlm: Path) -> None:
     with pytest.raises(UserError, match="AMR parsing trains text models"):
         load_answerer(tiny_vlm, TINY, load_task("amr", "samples"), TABLES, answer_format="full", attempt=0)
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, get_args
 import pyarrow as pa
 from PIL import Image
 
-from stages.core.errors import UserError
 from stages.core.families import family_of
 from stages.core.records import shown
 from stages.kit.data.conversation import Conversation, message
@@ -168,14 +167,12 @@ def _image(fields: dict[str, Any], place: PreparedRow) -> MessageImage:
     return MessageImage(**fields, place=place)
 
 
-def check(model_type: str, answer_format: str | None) -> None:
-    """Raises UserError for a model of an unknown family, and for an answer format, as there is but one.
+def check(model_type: str) -> None:
+    """Raises UserError for a model of an unknown family.
 
     Whether the model takes images is checked where a conversation is encoded.
     """
     family_of(model_type)
-    if answer_format is not None:
-        raise UserError(f"answer_format: chat has one form of answers, that of the data; found {answer_format!r}")
 
 
 def conversation(record: Record, *, answered: bool, answer_format: None = None) -> Conversation:

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 import pyarrow as pa
 from PIL import Image, ImageDraw
 
-from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation, message
 from stages.kit.data.images import ImageRecord, require_prepared_image
 from stages.kit.data.prepared import PreparedRow, read_prepared
@@ -102,11 +101,9 @@ def _from_row(row: dict[str, Any], place: PreparedRow) -> DetectionRecord:
     return DetectionRecord(**{**row, **texts, "boxes": boxes}, place=place)
 
 
-def check(model_type: str, answer_format: str | None) -> None:
-    """Raises UserError for a model that writes no boxes, and for an answer format, as there is but one."""
+def check(model_type: str) -> None:
+    """Raises UserError for a model that writes no boxes."""
     codec(model_type)
-    if answer_format is not None:
-        raise UserError(f"answer_format: detection has one answer format, boxes; found {answer_format!r}")
 
 
 def conversation(record: DetectionRecord, *, answered: bool, answer_format: None = None) -> Conversation:

@@ -153,11 +153,9 @@ def _from_row(row: dict[str, Any], _: PreparedRow) -> Record:
     return Record(**{**row, "correct": correct, "incorrect": incorrect})
 
 
-def check(model_type: str, answer_format: str | None) -> None:
-    """Raises UserError for a model that takes more than text, and for an answer format, as there is but one."""
+def check(model_type: str) -> None:
+    """Raises UserError for a model that takes more than text."""
     require_text(model_type, "this task")
-    if answer_format is not None:
-        raise UserError(f"answer_format: this task has one form of answers, sentences; found {answer_format!r}")
 
 
 def conversation(record: Record, *, answered: bool, answer_format: None = None) -> Conversation:
