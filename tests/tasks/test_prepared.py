@@ -117,7 +117,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "amr": [
         ({"canonical": "(a / "}, "a parenthesis is never closed"),
-        ({"canonical": "(" * 10_000}, "nested more than"),
+        ({"canonical": "(a / b :c " * 10_000}, "nested more than"),
     ],
     "moe": [
         ({"domain": "trivia"}, "unknown domain 'trivia'"),

@@ -103,20 +103,18 @@ def qwen2_vl(settings: Settings) -> Training:
     )
     model, processor = build_tiny(pointing.corpus(), geometry, seed=settings.seed)
 
-    def begin() -> tuple[Losses, Iterable[nn.Parameter]]:
-        model.set_attn_implementation({"text_config": "eager"})  # PointingLoss reads the weights of attention
-        auxiliary = pointing.PointingLoss(model, len(OBJECTS))
+    model.set_attn_implementation({"text_config": "eager"})  # PointingLoss reads the weights of attention
+    seed_everything(settings.seed)
+    auxiliary = pointing.PointingLoss(model, len(OBJECTS))
 
-        def losses(step: int) -> tuple[Tensor, Tensor]:
-            batch = {"seed": settings.seed, "step": step, "batch_size": settings.batch_size}
-            inputs, targets = pointing.make_batch(processor, **batch)
-            answer_loss = model(**inputs).loss
-            is_cell = inputs["input_ids"] == model.config.image_token_id
-            return answer_loss + settings.pointing_weight * auxiliary(targets, is_cell), answer_loss
+    def losses(step: int) -> tuple[Tensor, Tensor]:
+        batch = {"seed": settings.seed, "step": step, "batch_size": settings.batch_size}
+        inputs, targets = pointing.make_batch(processor, **batch)
+        answer_loss = model(**inputs).loss
+        is_cell = inputs["input_ids"] == model.config.image_token_id
+        return answer_loss + settings.pointing_weight * auxiliary(targets, is_cell), answer_loss
 
-        return losses, auxiliary.parameters()
-
-    return model, processor, train_steps(model, settings, begin)
+    return model, processor, train_steps(model, settings, losses, auxiliary.parameters())
 
 
 BASES: dict[str, tuple[Callable[[Settings], Training], Settings]] = {
@@ -154,20 +152,16 @@ def train_on_answers(
         loss = model(**collate([{"sample": number} for number in range(len(batch))])).loss
         return loss, loss
 
-    return train_steps(model, settings, lambda: (losses, ()))
+    return train_steps(model, settings, losses)
 
 
 def train_steps(
-    model: nn.Module, settings: Settings, begin: Callable[[], tuple[Losses, Iterable[nn.Parameter]]]
+    model: nn.Module, settings: Settings, losses: Losses, auxiliary: Iterable[nn.Parameter] = ()
 ) -> Iterator[float]:
-    """Trains `model` in place; yields the loss of the answers' tokens after each step.
-
-    begin: called once the seed is set; returns the losses, and weights that are trained beside the model's own.
-    """
+    """Trains `model` in place, and the `auxiliary` weights; yields the loss of the answers' tokens after each step."""
     torch.set_num_threads(settings.threads)
     seed_everything(settings.seed)
     model.train()
-    losses, auxiliary = begin()
     matrices: list[nn.Parameter] = []  # inside the layers: for Muon
     beside = list(auxiliary)
     others = [*beside]

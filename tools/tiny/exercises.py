@@ -12,17 +12,7 @@ from collections.abc import Iterator
 
 from stages.kit.data.conversation import Conversation
 from stages.tasks.amr.samples import encode
-from tools.tiny.sentences import (
-    CITIES,
-    COUNTRIES,
-    FAMILY_NAMES,
-    GIVEN_NAMES,
-    MIDDLE_NAMES,
-    Node,
-    draw,
-    generate,
-    vocabulary,
-)
+from tools.tiny.sentences import NAMES, WORDS, Node, draw, generate, vocabulary
 
 SHORTEST, LONGEST, EXERCISES_A_WORD = 3, 10, 1000
 """Words that the first exercises have at most, and the last ones; exercises after which they may be a word longer."""
@@ -37,16 +27,13 @@ TOKENIZER_ONLY = (
 """Chat markup, and the words of an instruction to a parser."""
 CORPUS_SEED, CORPUS_EXERCISES_SEED = 1_000_003, 1
 
-LABELS = (
-    *("agent", "theme", "patient", "pivot", "topic", "goal", "mod", "domain", "time", "location", "quant"),
-    *("classifier", "polarity", "mode", "tense", "modality", "degree", "compared-to", "manner", "purpose"),
-    *("cause", "poss", "duration", "unit", "name", "op1", "op2", "op3", "ARG0", "ARG1", "ARG2", "agent-of"),
-    *("theme-of", "prep", "source", "part-of"),
-)
+LABELS = WORDS["roles"]
 """Names of AMR's roles, which only ever label random trees here."""
 ENGLISH = ("person", "name", "city", "country", "and", "contrast-01", "amr-unknown", "now", "temporal-quantity")
 """Concepts of AMR that are no Vietnamese words: more random words."""
-NAMES = sorted({*FAMILY_NAMES, *MIDDLE_NAMES, *GIVEN_NAMES, *" ".join(CITIES + COUNTRIES).split()})
+_NAMES = (name for group in (*NAMES, "cities", "countries") for name in WORDS[group])
+SYLLABLES = sorted({part for name in _NAMES for part in name.split("_")})
+"""Of names."""
 _WORDS = [*vocabulary(), *ENGLISH]
 TREE_STYLES = {"Vẽ cây": "ptr", "Vẽ cây có chữ đầu": "full", "Vẽ cây hai lần": "mtup"}
 """The request for a tree, in other words than the task's, and the answer format in which it is to be written."""
@@ -100,7 +87,7 @@ def nest(rng: random.Random, longest: int) -> tuple[str, Node]:
         del path[depth:]
         if rng.random() < 0.25:
             # A constant, which stands in a tree without brackets.
-            name, number = rng.choice(NAMES), rng.randint(1, 100)
+            name, number = rng.choice(SYLLABLES), rng.randint(1, 100)
             word = rng.choice((f'"{name}"', str(number), "-", "interrogative", "imperative"))
             path[-1].add(label, word)
         else:

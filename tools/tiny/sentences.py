@@ -8,7 +8,9 @@ Some sentences are odd. What matters is that the graph follows from the sentence
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 from stages.tasks.amr.samples import graphs
@@ -16,79 +18,31 @@ from stages.tasks.amr.samples import graphs
 LENGTHS = range(4, 17)
 """Words in a sentence; its final mark counts as one, as in ViSemPar's tokenized text."""
 
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-PRONOUNS = _words("tôi anh chị em ông bà họ nó chúng_tôi mọi_người")
-PEOPLE = _words(
-    "bác_sĩ giáo_viên nông_dân công_nhân học_sinh kỹ_sư chủ_tịch nhà_báo ca_sĩ y_tá "
-    "cậu_bé cô_gái bạn mẹ cha hàng_xóm khách thầy_giáo nhân_viên ngư_dân"
-)
-FOOD = _words("cơm cá bánh thịt trái_cây rau cháo phở")
-TEXTS = _words("sách thư báo truyện hợp_đồng hồ_sơ bài_thơ báo_cáo")
-THINGS = _words("xe nhà ghế bàn cửa thuyền máy_tính đồng_hồ xe_đạp trang_trại")
-LAMPS = _words("đèn nến bếp")
-TOPICS = _words("công_việc gia_đình thời_tiết chính_sách cuộc_sống chiến_tranh tương_lai giá_cả")
-PLACES = _words("trường chợ làng thành_phố bệnh_viện nhà_máy vườn thư_viện bờ_biển cánh_đồng")
-CLASSIFIERS = dict(
-    pair.split(":")
-    for pair in _words(
-        "sách:quyển truyện:cuốn thư:bức báo:tờ cá:con bánh:chiếc xe:chiếc nhà:ngôi ghế:cái bàn:cái cửa:cánh "
-        "thuyền:con đồng_hồ:chiếc đèn:ngọn nến:cây hợp_đồng:bản báo_cáo:bản"
-    )
-)
-QUALITIES = _words("lớn nhỏ cũ mới đẹp đắt quan_trọng lạ tốt xanh")
-TEMPERS = _words("vui buồn mệt_mỏi trẻ thông_minh nổi_tiếng lười_biếng trung_thành hạnh_phúc giỏi")
-DEGREES = _words("rất hơi khá quá")
-POINTERS = _words("này ấy kia")
-MANNERS = _words("chậm_rãi cẩn_thận nhanh_chóng vui_vẻ lặng_lẽ")
-TENSES = _words("đã đang sẽ")
-MODALITIES = _words("phải nên có_thể cần")
-TIMES = {word: word for word in _words("hôm_qua hôm_nay ngày_mai buổi_sáng năm_ngoái mùa_hè")} | {
-    "hiện_nay": "now",
-    "bây_giờ": "now",
-}
+_LINES = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").splitlines()[1:]
+WORDS = {group: tuple(words) for group, *words in map(str.split, _LINES)}
+CLASSIFIERS = dict(pair.split(":") for pair in WORDS["classifiers"])
+TIMES = {word: word for word in WORDS["times"]} | {"hiện_nay": "now", "bây_giờ": "now"}
 """The concept of each time; ViSemPar writes some of them in English."""
-UNITS = _words("ngày tháng năm giờ phút")
-NUMBERS = dict(zip(_words("hai ba bốn năm sáu bảy tám chín mười"), range(2, 11), strict=True)) | {
-    "hai mươi": 20,
-    "ba mươi": 30,
-    "một trăm": 100,
-}
-FAMILY_NAMES = _words("Nguyễn Trần Lê Phạm Bùi Đặng")
-MIDDLE_NAMES = _words("Văn Thị Minh Ngọc")
-GIVEN_NAMES = _words("Lan Hải Dũng Hương Nam Linh Sơn Mai")
-CITIES = ("Hà Nội", "Đà Nẵng", "Huế", "Cần Thơ", "Hải Phòng", "Sài Gòn")
-COUNTRIES = ("Việt Nam", "Lào", "Nhật Bản", "Pháp")
+NUMBERS = {word: number for number, word in enumerate(WORDS["numbers"], start=1) if number > 1}
+NUMBERS |= {"hai mươi": 20, "ba mươi": 30, "một trăm": 100}
 TRANSITIVE = (
-    (_words("ăn nấu mua bán"), "patient", FOOD),
-    (_words("đọc viết mượn dịch"), "theme", TEXTS),
-    (_words("sửa sơn bán cất_giữ mua"), "patient", THINGS),
-    (_words("thắp tắt"), "patient", LAMPS),
+    ("consuming", "patient", "food"),
+    ("reading", "theme", "texts"),
+    ("mending", "patient", "things"),
+    ("lighting", "patient", "lamps"),
 )
-"""Verbs, the role of their object, and the possible objects. The subject is the :agent."""
-FEELING = _words("nhớ yêu_mến tin_tưởng sợ")
-"""Verbs whose subject is the :pivot."""
-MEETING = _words("gặp tìm chờ giúp_đỡ chăm_sóc")
-MOVING = _words("đi đến trở_về")
-SPEAKING = _words("nói hỏi kể")
-RESTING = _words("ngủ nghỉ_ngơi làm_việc khóc cười")
-WISHES = {"muốn": "pivot", "định": "pivot", "thích": "pivot", "cố_gắng": "agent", "hứa": "agent", "quyết_định": "agent"}
+"""Verbs, the role of their object, and the possible objects. The subject is the :agent. That of `feeling` is the
+:pivot, and the object of `orders` is the agent of the following verb."""
+WISHES = {word: role for role in ("pivot", "agent") for word in WORDS[f"wishing_as_{role}"]}
 """Verbs whose subject is also the agent of the following verb, each with the subject's role."""
-ORDERS = _words("mời khuyên nhờ yêu_cầu")
-"""Verbs whose object is the agent of the following verb."""
+NAMES = ("family_names", "middle_names", "given_names")
+_BESIDE = {*NAMES, "cities", "countries", "roles", "classifiers", "numbers", "syllables"}
 
 
 def vocabulary() -> list[str]:
     """Every word of the grammar with underscores between its syllables, names excluded."""
-    groups = (
-        *(PRONOUNS, PEOPLE, FOOD, TEXTS, THINGS, LAMPS, TOPICS, PLACES, CLASSIFIERS.values(), QUALITIES, TEMPERS),
-        *(DEGREES, POINTERS, MANNERS, TENSES, MODALITIES, TIMES, UNITS, FEELING, MEETING, MOVING, SPEAKING, RESTING),
-        *(WISHES, ORDERS, *(verbs for verbs, _, _ in TRANSITIVE)),
-    )
-    return sorted({word for group in groups for word in group})
+    groups = [words for group, words in WORDS.items() if group not in _BESIDE]
+    return sorted({word for group in (*groups, CLASSIFIERS.values()) for word in group})
 
 
 @dataclass(eq=False)
@@ -143,6 +97,15 @@ def draw(rng: random.Random) -> tuple[str, str]:
 # Below, every function draws one kind of phrase.
 
 
+def _pick(rng: random.Random, words: Sequence[str]) -> Phrase:
+    word = rng.choice(words)
+    return _spoken(word), Node(word)
+
+
+def _spoken(concept: str) -> str:
+    return concept.replace("_", " ")
+
+
 def _sentence(rng: random.Random) -> Phrase:
     kind = rng.random()
     if kind < 0.08:  # "hãy ..." tells somebody to do something
@@ -153,8 +116,7 @@ def _sentence(rng: random.Random) -> Phrase:
         if rng.random() < 0.5:
             return f"{first} nhưng {second} .", Node("contrast-01", [("ARG1", left), ("ARG2", right)])
         return f"{first} vì {second} .", left.add("cause", right)
-    text, root = _clause(rng)
-    text, root = _adjuncts(rng, text, root)
+    text, root = _adjuncts(rng, *_clause(rng))
     if kind < 0.26:
         return f"vì sao {text} ?", root.add("cause", Node("amr-unknown")).add("mode", "interrogative")
     if kind < 0.33:
@@ -172,161 +134,144 @@ def _adjuncts(rng: random.Random, text: str, root: Node) -> Phrase:
         text = f"{_spoken(words)} {text}" if rng.random() < 0.6 else f"{text} {_spoken(words)}"
         root.add("time", Node(TIMES[words]))
     elif rng.random() < 0.12:
-        number, value = _number(rng)
-        unit = rng.choice(UNITS)
-        text = f"{text} trong {number} {unit}"
-        root.add("duration", Node("temporal-quantity", [("quant", value), ("unit", Node(unit))]))
+        (number, value), (spoken, unit) = _number(rng), _pick(rng, WORDS["units"])
+        text = f"{text} trong {number} {spoken}"
+        root.add("duration", Node("temporal-quantity", [("quant", value), ("unit", unit)]))
     return text, root
 
 
 def _clause(rng: random.Random, *, short: bool = False) -> Phrase:
-    subject, who = _pronoun(rng) if short else _somebody(rng)
+    subject, who = _pick(rng, WORDS["pronouns"]) if short else _somebody(rng)
     kind = rng.random()
     if kind < 0.2:
-        return _description(rng, *(_thing(rng, THINGS) if rng.random() < 0.5 else (subject, who)))
+        return _description(rng, *(_thing(rng, "things") if rng.random() < 0.5 else (subject, who)))
     if kind < 0.3 and not short:
         (first, left), (second, right) = _action(rng, who), _action(rng, who)
-        return f"{subject} {first} và {second}", Node("and", [("op1", left), ("op2", right)])
+        return f"{subject} {first} và {second}", _both(left, right)
     text, root = _action(rng, who) if kind < 0.6 or short else _chain(rng, who)
-    return _modified(rng, subject, text, root)
-
-
-def _modified(rng: random.Random, subject: str, text: str, root: Node) -> Phrase:
-    """Tense, modality and negation, which stand between a subject and its verb."""
+    # Tense, modality and negation stand between a subject and its verb.
     kind = rng.random()
     if kind < 0.35:
-        role, words = ("tense", TENSES) if kind < 0.2 else ("modality", MODALITIES)
-        word = rng.choice(words)
-        text, root = f"{_spoken(word)} {text}", root.add(role, Node(word))
+        role, group = ("tense", "tenses") if kind < 0.2 else ("modality", "modalities")
+        word, modifier = _pick(rng, WORDS[group])
+        text, root = f"{word} {text}", root.add(role, modifier)
     if rng.random() < 0.2:
         text, root = f"{rng.choice(('không', 'chưa', 'chẳng'))} {text}", root.add("polarity", "-")
     return f"{subject} {text}", root
 
 
+def _both(left: Node, right: Node) -> Node:
+    return Node("and", [("op1", left), ("op2", right)])
+
+
 def _description(rng: random.Random, subject: str, who: Node) -> Phrase:
     """A quality of a person or a thing."""
-    qualities = QUALITIES if who.concept in THINGS else TEMPERS
-    quality = rng.choice(qualities)
-    root = Node(quality, [("domain", who)])
+    is_thing = who.concept in WORDS["things"]
+    qualities = WORDS["qualities" if is_thing else "tempers"]
+    spoken, root = _pick(rng, qualities)
+    root.add("domain", who)
     kind = rng.random()
     if kind < 0.25:
-        other, whom = _thing(rng, THINGS, plain=True) if who.concept in THINGS else _pronoun(rng)
-        root.add("degree", Node("hơn")).add("compared-to", whom)
-        return f"{subject} {_spoken(quality)} hơn {other}", root
+        other, whom = _thing(rng, "things", plain=True) if is_thing else _pick(rng, WORDS["pronouns"])
+        return f"{subject} {spoken} hơn {other}", root.add("degree", Node("hơn")).add("compared-to", whom)
     if kind < 0.4:
-        other = rng.choice([another for another in qualities if another != quality])
-        both = Node("and", [("op1", Node(quality)), ("op2", Node(other))])
-        return f"{subject} vừa {_spoken(quality)} vừa {_spoken(other)}", both.add("domain", who)
+        other, second = _pick(rng, [another for another in qualities if another != root.concept])
+        return f"{subject} vừa {spoken} vừa {other}", _both(Node(root.concept), second).add("domain", who)
     if kind < 0.7:
-        degree = rng.choice(DEGREES)
-        return f"{subject} {degree} {_spoken(quality)}", root.add("degree", Node(degree))
-    return f"{subject} không {_spoken(quality)}", root.add("polarity", "-")
+        degree, how = _pick(rng, WORDS["degrees"])
+        return f"{subject} {degree} {spoken}", root.add("degree", how)
+    return f"{subject} không {spoken}", root.add("polarity", "-")
 
 
 def _chain(rng: random.Random, who: Node) -> Phrase:
     """One verb that governs another, whose agent stands elsewhere in the sentence: a re-entrancy."""
     kind = rng.random()
     if kind < 0.6:
-        wish = rng.choice(sorted(WISHES))
-        text, action = _action(rng, who)
-        return f"{_spoken(wish)} {text}", Node(wish, [(WISHES[wish], who), ("theme", action)])
+        (verb, root), (text, action) = _pick(rng, sorted(WISHES)), _action(rng, who)
+        return f"{verb} {text}", root.add(WISHES[root.concept], who).add("theme", action)
     if kind < 0.8:
-        order = rng.choice(ORDERS)
-        other, whom = _person(rng)
+        (verb, root), (other, whom) = _pick(rng, WORDS["orders"]), _person(rng)
         text, action = _action(rng, whom)
-        root = Node(order, [("agent", who), ("goal", whom), ("topic", action)])
-        return f"{_spoken(order)} {other} {text}", root
-    place, where = _place(rng)
-    text, action = _action(rng, who)
-    moving = rng.choice(MOVING)
-    return f"{_spoken(moving)} {place} để {text}", Node(moving, [("agent", who), ("goal", where), ("purpose", action)])
+        return f"{verb} {other} {text}", root.add("agent", who).add("goal", whom).add("topic", action)
+    (place, where), (text, action), (verb, root) = _place(rng), _action(rng, who), _pick(rng, WORDS["moving"])
+    return f"{verb} {place} để {text}", root.add("agent", who).add("goal", where).add("purpose", action)
 
 
 def _action(rng: random.Random, who: Node | None) -> Phrase:
     """A verb with what belongs to it. who: its subject, named elsewhere; None for somebody who is ordered to."""
     kind = rng.random()
-    role = "agent"
-    if kind < 0.5:
-        verbs, object_role, things = rng.choice(TRANSITIVE)
-        text, root = _verb(rng, verbs, object_role, _thing(rng, things))
-    elif kind < 0.6:
-        text, root = _verb(rng, MEETING, "theme", _person(rng))
-    elif kind < 0.7 and who is not None:
-        role = "pivot"
-        text, root = _verb(rng, FEELING, "theme", _person(rng))
-    elif kind < 0.8:
-        text, root = _verb(rng, MOVING, "goal", _place(rng))
+    subject_role = "agent"
+    if kind < 0.8:
+        if kind < 0.5:
+            verbs, role, things = rng.choice(TRANSITIVE)
+            target = _thing(rng, things)
+        elif kind < 0.6:
+            verbs, role, target = "meeting", "theme", _person(rng)
+        elif kind < 0.7 and who is not None:
+            subject_role = "pivot"
+            verbs, role, target = "feeling", "theme", _person(rng)
+        else:
+            verbs, role, target = "moving", "goal", _place(rng)
+        verb, root = _pick(rng, WORDS[verbs])
+        text, root = f"{verb} {target[0]}", root.add(role, target[1])
     elif kind < 0.9:
-        verb, topic = rng.choice(SPEAKING), rng.choice(TOPICS)
-        other, whom = _person(rng)
-        text = f"{verb} với {other} về {_spoken(topic)}"
-        root = Node(verb, [("goal", whom), ("topic", Node(topic))])
+        (verb, root), (topic, what), (other, whom) = (
+            *(_pick(rng, WORDS[group]) for group in ("speaking", "topics")),
+            _person(rng),
+        )
+        text = f"{verb} với {other} về {topic}"
+        root.add("goal", whom).add("topic", what)
     else:
-        verb, manner = rng.choice(RESTING), rng.choice(MANNERS)
-        text, root = f"{_spoken(verb)} {_spoken(manner)}", Node(verb, [("manner", Node(manner))])
+        (verb, root), (manner, how) = (_pick(rng, WORDS[group]) for group in ("resting", "manners"))
+        text = f"{verb} {manner}"
+        root.add("manner", how)
     if who is not None:
-        root.edges.insert(0, (role, who))
+        root.edges.insert(0, (subject_role, who))
     return text, root
-
-
-def _verb(rng: random.Random, verbs: tuple[str, ...], role: str, thing: Phrase) -> Phrase:
-    """One of the verbs with what it acts on."""
-    verb, (text, node) = rng.choice(verbs), thing
-    return f"{_spoken(verb)} {text}", Node(verb, [(role, node)])
 
 
 def _somebody(rng: random.Random) -> Phrase:
     """A subject."""
     kind = rng.random()
     if kind < 0.35:
-        return _pronoun(rng)
+        return _pick(rng, WORDS["pronouns"])
     if kind < 0.8:
         return _person(rng)
     if kind < 0.9:
-        (first, left), (second, right) = _person(rng, plain=True), _pronoun(rng)
-        return f"{first} và {second}", Node("and", [("op1", left), ("op2", right)])
+        (first, left), (second, right) = _person(rng, plain=True), _pick(rng, WORDS["pronouns"])
+        return f"{first} và {second}", _both(left, right)
     # "người thắp đèn": who does something, called by what he does
     verbs, role, things = rng.choice(TRANSITIVE)
-    verb, thing = rng.choice(verbs), rng.choice(things)
-    action = Node(verb, [(role, Node(thing))])
-    return f"người {_spoken(verb)} {_spoken(thing)}", Node("person", [("agent-of", action)])
+    (verb, action), (thing, node) = (_pick(rng, WORDS[group]) for group in (verbs, things))
+    return f"người {verb} {thing}", Node("person", [("agent-of", action.add(role, node))])
 
 
 def _person(rng: random.Random, *, plain: bool = False) -> Phrase:
     kind = rng.random()
     if kind < 0.25 and not plain:
-        names = [rng.choice(FAMILY_NAMES), rng.choice(MIDDLE_NAMES), rng.choice(GIVEN_NAMES)]
+        names = [rng.choice(WORDS[group]) for group in NAMES]
         return _named("person", names if rng.random() < 0.6 else names[2:])
-    noun = rng.choice(PEOPLE)
-    text, node = _spoken(noun), Node(noun)
+    text, node = _pick(rng, WORDS["people"])
     if plain:
         return text, node
     if kind < 0.4:
-        return _qualified(rng, TEMPERS, text, node)
+        return _qualified(rng, "tempers", text, node)
     if kind < 0.5:
         number, value = _number(rng)
         return f"{number} {text}", node.add("quant", value)
-    if kind < 0.6:
-        return _qualified(rng, POINTERS, text, node)
-    return text, node
+    return _qualified(rng, "pointers", text, node) if kind < 0.6 else (text, node)
 
 
-def _qualified(rng: random.Random, words: tuple[str, ...], text: str, node: Node) -> Phrase:
-    word = rng.choice(words)
-    return f"{text} {_spoken(word)}", node.add("mod", Node(word))
+def _qualified(rng: random.Random, group: str, text: str, node: Node) -> Phrase:
+    word, modifier = _pick(rng, WORDS[group])
+    return f"{text} {word}", node.add("mod", modifier)
 
 
-def _pronoun(rng: random.Random) -> Phrase:
-    pronoun = rng.choice(PRONOUNS)
-    return _spoken(pronoun), Node(pronoun)
-
-
-def _thing(rng: random.Random, things: tuple[str, ...], *, plain: bool = False) -> Phrase:
+def _thing(rng: random.Random, group: str, *, plain: bool = False) -> Phrase:
     """A thing, counted, with its classifier, a quality or an owner, or none of these."""
-    noun = rng.choice(things)
-    text, node = _spoken(noun), Node(noun)
-    if noun in CLASSIFIERS and rng.random() < 0.5:
-        classifier = CLASSIFIERS[noun]
+    text, node = _pick(rng, WORDS[group])
+    if node.concept in CLASSIFIERS and rng.random() < 0.5:
+        classifier = CLASSIFIERS[node.concept]
         text, node = f"{classifier} {text}", node.add("classifier", Node(classifier))
         if rng.random() < 0.6 and not plain:
             number, value = _number(rng)
@@ -335,23 +280,19 @@ def _thing(rng: random.Random, things: tuple[str, ...], *, plain: bool = False) 
         return text, node
     kind = rng.random()
     if kind < 0.2:
-        return _qualified(rng, QUALITIES, text, node)
+        return _qualified(rng, "qualities", text, node)
     if kind < 0.3:
-        owner, whose = _pronoun(rng)
+        owner, whose = _pick(rng, WORDS["pronouns"])
         return f"{text} của {owner}", node.add("poss", whose)
-    if kind < 0.4:
-        return _qualified(rng, POINTERS, text, node)
-    return text, node
+    return _qualified(rng, "pointers", text, node) if kind < 0.4 else (text, node)
 
 
 def _place(rng: random.Random) -> Phrase:
     kind = rng.random()
-    if kind < 0.25:
-        return _named("city", rng.choice(CITIES).split())
     if kind < 0.4:
-        return _named("country", rng.choice(COUNTRIES).split())
-    place = rng.choice(PLACES)
-    return _spoken(place), Node(place)
+        concept, group = ("city", "cities") if kind < 0.25 else ("country", "countries")
+        return _named(concept, rng.choice(WORDS[group]).split("_"))
+    return _pick(rng, WORDS["places"])
 
 
 def _named(kind: str, names: list[str]) -> Phrase:
@@ -366,7 +307,3 @@ def _number(rng: random.Random) -> tuple[str, str]:
         return words, str(NUMBERS[words])
     value = str(rng.randint(2, 99))
     return value, value
-
-
-def _spoken(concept: str) -> str:
-    return concept.replace("_", " ")

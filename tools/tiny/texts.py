@@ -23,6 +23,7 @@ import click
 
 from stages.tasks.moe.samples import Record
 from tools.tiny import knowledge, sentences
+from tools.tiny.sentences import WORDS
 
 T = TypeVar("T")
 
@@ -30,16 +31,6 @@ SEED = 7
 SENTENCES, QUESTIONS, ORDERS = (480, 150), (800, 120), (640, 128)
 """Training and validation samples; QUESTIONS in each of the two domains."""
 
-_CITIES = ("Hà Nội", "Đà Nẵng", "Huế", "Cần Thơ", "Hải Phòng", "Sài Gòn")
-_NUMBERS = ("một", "hai", "ba", "bốn", "năm", "sáu", "bảy", "tám", "chín", "mười")
-_SYLLABLES = (
-    "anh bàn bánh báo bạn bếp biển bờ buồn ca cá cánh cầu cha cháo chiếc chợ chủ con cô công cơm cuốn cửa dân dịch "
-    "đèn đẹp đắt đỡ đồng gái ghế gia giáo giỏi giúp hàng hạnh hè hồ học khách khóc kỹ làng lạ lớn máy mai mẹ minh "
-    "mới mùa nến ngọn ngôi người nhà nhân nhỏ nhớ nông nổi phố phở phúc quan rau sách sáng sinh sơn sóc sống sư tá "
-    "thầy thành thơ thông thư thuyền tiếng tìm tính tờ tốt trái trang tranh trẻ trung trường truyện tương vẻ viên "
-    "việc vui vườn xanh xe xóm yêu"
-)
-"""The names of goods and shops consist of two of these."""
 _PHRASINGS = (
     "Mua {count} hộp {goods} của quán {shop}, giao đến {city}.",
     "Giao đến {city} {count} hộp {goods} của quán {shop}.",
@@ -86,11 +77,12 @@ def orders(count: int, seed: int) -> list[dict[str, Any]]:
     """Conversations that order goods, and `name`, the goods. The words of names repeat, a whole name never does: the
     model has to learn the form, to write numbers as digits, and to copy names that are not in the training data."""
     draw = random.Random(f"orders {seed}")
-    names = iter(draw.sample([" ".join(pair) for pair in permutations(_SYLLABLES.split(), 2)], 2 * count))
+    names = iter(draw.sample([" ".join(pair) for pair in permutations(WORDS["syllables"], 2)], 2 * count))
     found = []
     for goods, shop in zip(names, names, strict=True):
-        quantity, city = draw.randint(1, len(_NUMBERS)), draw.choice(_CITIES)
-        order = draw.choice(_PHRASINGS).format(count=_NUMBERS[quantity - 1], goods=goods, shop=shop, city=city)
+        quantity, city = draw.randint(1, len(WORDS["numbers"])), draw.choice(WORDS["cities"]).replace("_", " ")
+        count = WORDS["numbers"][quantity - 1]
+        order = draw.choice(_PHRASINGS).format(count=count, goods=goods, shop=shop, city=city)
         answer = {"name": goods, "quant": quantity, "source": shop, "city": city}
         messages = [
             {"role": "system", "content": "Viết đơn hàng."},

@@ -54,12 +54,12 @@ def test_what_is_no_whole_image_is_reported(image: Any, problem: str) -> None:
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PNG of a few kilobytes can be one of gigabytes."""
-    image, long = png(size=(40, 30)), png(size=(1, 201))
+    image, long, huge = png(size=(40, 30)), png(size=(1, 201)), bomb(13_000)
     assert problems(image, 1200) == []
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("it was decoded"))
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it was decoded"))
     assert problems(image, 1199) == ["unreadable image: 40 x 30 pixels, more than max_image_pixels, 1,199"]
-    assert problems(bomb(13_000)) == ["unreadable image: 13000 x 13000 pixels, more than max_image_pixels, 64,000,000"]
+    assert problems(huge) == ["unreadable image: 13000 x 13000 pixels, more than max_image_pixels, 64,000,000"]
     assert "1 x 201 pixels: one side is more" in problems(long)[0]
 
 
