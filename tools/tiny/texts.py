@@ -81,8 +81,8 @@ def orders(count: int, seed: int) -> list[dict[str, Any]]:
     found = []
     for goods, shop in zip(names, names, strict=True):
         quantity, city = draw.randint(1, len(WORDS["numbers"])), draw.choice(WORDS["cities"]).replace("_", " ")
-        count = WORDS["numbers"][quantity - 1]
-        order = draw.choice(_PHRASINGS).format(count=count, goods=goods, shop=shop, city=city)
+        number = WORDS["numbers"][quantity - 1]
+        order = draw.choice(_PHRASINGS).format(count=number, goods=goods, shop=shop, city=city)
         answer = {"name": goods, "quant": quantity, "source": shop, "city": city}
         messages = [
             {"role": "system", "content": "Viết đơn hàng."},
