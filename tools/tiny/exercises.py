@@ -33,7 +33,7 @@ ENGLISH = ("person", "name", "city", "country", "and", "contrast-01", "amr-unkno
 """Concepts of AMR that are no Vietnamese words: more random words."""
 _NAMES = (name for group in (*NAMES, "cities", "countries") for name in WORDS[group])
 SYLLABLES = sorted({part for name in _NAMES for part in name.split("_")})
-"""Of names."""
+"""Parts of names."""
 _WORDS = [*vocabulary(), *ENGLISH]
 TREE_STYLES = {"Vẽ cây": "ptr", "Vẽ cây có chữ đầu": "full", "Vẽ cây hai lần": "mtup"}
 """The request for a tree, in other words than the task's, and the answer format in which it is to be written."""

@@ -28,7 +28,7 @@ NUMBERS |= {"hai mươi": 20, "ba mươi": 30, "một trăm": 100}
 TRANSITIVE = (
     ("consuming", "patient", "food"),
     ("reading", "theme", "texts"),
-    ("mending", "patient", "things"),
+    ("keeping", "patient", "things"),
     ("lighting", "patient", "lamps"),
 )
 """Verbs, the role of their object, and the possible objects. The subject is the :agent. That of `feeling` is the
