@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from stages.core.lineage import Lineage, content_digest, file_digest, write_line
 from stages.core.params import load_params
 from stages.core.params.schema import LimitParams
 from stages.core.provenance import records_dir
+from stages.kit.models.certificate import QuantizationCost
 from stages.kit.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, sign, signing_key, statement
 from stages.kit.reporting.runs import cards_dir, write_card
 from stages.publish import publish_run
@@ -49,9 +50,12 @@ def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None
     trained = _model(trained_dir, "trained", RUN, parents={"base": (data_dir / "bases/vlm", base)})
     parents = {"base": (data_dir / "bases/vlm", base), "trained": (trained_dir, trained)}
     merged = _model(merged_dir, "merged", RUN, parents=parents)
-    (run_dir / "merge.json").write_text(
-        json.dumps({**asdict(CERTIFICATE), "recipe": RUN, "merged_digest": merged.digest})
+    scores = {"mean_iou": 0.6}
+    cost = QuantizationCost(
+        logit_deviation=0.1, samples=2, batch_size=2, same_answers=2, trained=dict(scores), merged=dict(scores)
     )
+    quantized = replace(CERTIFICATE, trained_quantization="nf4", quantization_cost=cost)
+    replace(quantized, recipe=RUN, merged_digest=merged.digest).write(run_dir / "merge.json")
     write_card(run_dir, cards_dir(data_dir, "detection") / RUN, lineage=merged)
     write_made_up_run(cards_dir(data_dir, "detection"), "base-vlm", made_up_ious(0.2, 40, seed=2))
     write_records(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shutil
 import stat
@@ -25,13 +26,17 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.reader import ReaderError
 
-from stages.core.errors import UserError, join_truncated, listed
+from stages.core.errors import UserError, bytes_text, join_truncated, listed
 
 MAX_SHOWN_CHARS = 80
 
 MAX_DEPTH = 200
 """Limit of lists and mappings within each other; pydantic's parser of JSON has the same."""
 TOO_DEEP = "lists and mappings are nested too deep"
+MAX_BYTES = 64 * 2**20
+"""Limit of a file, whose values may take twenty times that. The largest tokenizer.json of the families has 33 MB."""
+MAX_YAML_BYTES = 2**18
+"""Limit of YAML, which takes up to 25 seconds a megabyte. params.yaml has 18 KB."""
 
 T = TypeVar("T")
 
@@ -81,11 +86,11 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
     fix: the command that makes the file again, for the UserError that is raised if it is missing or damaged.
     """
     try:
-        content = _plain_content(path)
+        content = read_plain(path)
         if path.suffix == ".yaml":
             return parse(kind, parse_yaml(content))
         record: T = _adapter(kind).validate_json(content)
-        _refuse_equal_keys(content)
+        json.loads(content, object_pairs_hook=_distinct)
     except OSError as error:
         raise UserError(f"{_unread(path, error)}; rebuild it with: {fix}") from None
     except Unreadable as error:
@@ -96,11 +101,16 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
         return record
 
 
-def _plain_content(path: Path) -> bytes:
-    """The content of a plain file, no longer than its size says: a pipe, a device and files of /proc may never end."""
+def read_plain(path: Path) -> bytes:
+    """The content of a plain file, no longer than its size says: a pipe, a device and files of /proc may never end.
+
+    Raises Unreadable for anything else, and for a file of more than MAX_BYTES; OSError.
+    """
     status = path.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # to open a folder fails by itself
         raise Unreadable("no plain file")
+    if status.st_size > MAX_BYTES:
+        raise Unreadable(f"{bytes_text(status.st_size)}, more than {bytes_text(MAX_BYTES)}")
     with path.open("rb") as file:
         return file.read(status.st_size)
 
@@ -111,7 +121,7 @@ def read_settings(kind: type[T], path: Path, *, hint: str = "", changes: Iterabl
     hint: what to do if the file is missing. changes: `KEY.KEY=VALUE` to set first, with or without `++`, as `-S` does.
     """
     try:
-        raw = parse_yaml(path.read_bytes())
+        raw = parse_yaml(read_plain(path))
         for change in changes:
             _set(raw, change)
         return parse(kind, raw)
@@ -155,40 +165,44 @@ def read_yaml(kind: type[T], path: Path) -> T:
 
     Raises Unreadable if it is not YAML, ValidationError if it does not fit the dataclass; OSError.
     """
-    return parse(kind, parse_yaml(path.read_bytes()))
+    return parse(kind, parse_yaml(read_plain(path)))
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(content: bytes) -> Any:
     """Untrusted JSON as plain values. Raises Unreadable if it is no JSON, nested too deep, or has NaN or infinity, or a
     key twice: readers differ in which of the two they take."""
     try:
-        found = from_json(content, allow_inf_nan=False)
-        json.dumps(found, allow_nan=False)  # the parser takes 1e999
-        _refuse_equal_keys(content)
+        from_json(content, allow_inf_nan=False)  # counts the depth
+        return json.loads(content, object_pairs_hook=_distinct, parse_float=_finite)
     except Unreadable:
         raise
     except ValueError as error:
         raise Unreadable(TOO_DEEP if "recursion limit" in str(error) else f"no JSON: {error}") from None
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise Unreadable(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} is there twice")
     return found
 
 
-def _refuse_equal_keys(content: bytes | str) -> None:
-    """Raises Unreadable for JSON with an object that has a key twice. content: known to be JSON, and not too deep."""
-
-    def distinct(pairs: list[tuple[str, Any]]) -> None:
-        if len({key for key, _ in pairs}) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise Unreadable(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} is there twice")
-
-    json.loads(content, object_pairs_hook=distinct)
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise Unreadable(f"no JSON: {cut(text)}")
+    return number
 
 
 def parse_yaml(content: bytes | str) -> Any:
-    """Untrusted YAML 1.2 as the values of JSON. Raises Unreadable if it is no YAML, is nested too deep, or has anchors.
+    """Untrusted YAML 1.2 as the values of JSON. Raises Unreadable if it is no YAML, is too large or nested too deep, or
+    has anchors.
 
     Anchors are refused: a few lines of aliases can stand for billions of values, and `dvc exp run -S` changes every
     place of an anchor, or loses it.
     """
+    if len(content) > MAX_YAML_BYTES:
+        raise Unreadable(f"{bytes_text(len(content))}, more than {bytes_text(MAX_YAML_BYTES)}")
     yaml = YAML(typ="safe")
     yaml.Constructor = _Constructor
     try:

@@ -118,7 +118,7 @@ WRONG_ALONE = {
     f"{R1}.lora.rank": 0,
     f"{R1}.max_length": 2**31 - 1,
     f"{R1}.epochs": 2**31 - 1,
-    "slurm.gpu.options": ["--x"] * 101,
+    "slurm.gpu.options": ["--hold"] * 101,
     f"{R1}.epoch": 3,
     f"{R2}.learning_rate": "fast",
     "recipes.r3-two-stage.base": "runs/r2-vision-only",
@@ -160,6 +160,13 @@ def test_of_very_many_problems_the_first_are_shown(tmp_path: Path) -> None:
     assert lines[0].endswith("params.yaml has 1,200 problems:")
     assert len(lines) == 1 + 50 + 1
     assert lines[-1] == "  and 1,150 more"
+
+
+@pytest.mark.parametrize("option", ["--wrap=id", "--wra=id", "--error=/home/x", "--export-file=x", "--mem=1 --wrap=id"])
+def test_an_option_of_slurm_that_runs_or_writes_something_is_refused(option: str, tmp_path: Path) -> None:
+    options = ["--constraint=a100", "--exclusive", "--mem="]
+    assert load(changed({"slurm.gpu.options": options}), tmp_path).slurm.gpu.options == tuple(options)
+    assert "slurm.gpu.options.0: " in refusal(changed({"slurm.gpu.options": [option]}), tmp_path)
 
 
 @pytest.mark.parametrize("project", ["a\0b", "a\n", "\x1b[2J", "\x9b", "a" * 129])
@@ -255,6 +262,7 @@ def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], p
         (lambda path: path.symlink_to(path), "leads out of|cannot be read"),
         (os.mkfifo, "is no plain file"),
         (lambda path: None, "is missing; run from the top"),
+        (lambda path: path.write_bytes(SHIPPED.read_bytes() + b"#" * 2**18), "more than 256 KiB"),
     ],
 )
 def test_a_file_from_elsewhere_is_not_read(tmp_path: Path, put: Callable[[Path], None], problem: str) -> None:

@@ -50,7 +50,7 @@ YAML_PIECES = [
 def test_a_key_twice_is_refused(tmp_path: Path) -> None:
     text = '{"a": [{"b": 1, "b": 2}]}'
     with pytest.raises(Unreadable, match="the key 'b' is there twice"):
-        parse_json(text)
+        parse_json(text.encode())
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match="the key 'b' is there twice"):
         read_record(dict, tmp_path / "x.json", fix="make it")
@@ -70,6 +70,14 @@ def test_a_record_that_never_ends_is_refused(suffix: str, tmp_path: Path) -> Non
         os.close(writer)
     with pytest.raises(UserError, match="is damaged"):
         read_record(dict, endless, fix="make it")
+
+
+def test_a_file_too_large_to_be_a_record_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UserError, match=r"1\.00 TiB, more than 64\.0 MiB; rebuild"):
+        read_record(dict, path, fix="make it")
 
 
 @given(content=st.lists(st.sampled_from(YAML_PIECES), max_size=20).map("".join) | st.text() | st.binary())
@@ -110,7 +118,7 @@ def test_a_refused_yaml_names_the_place(text: str | bytes, reason: str, path: Pa
 )
 def test_json_without_a_plain_value_or_too_deep_is_refused(text: str | bytes) -> None:
     with pytest.raises(Unreadable):
-        parse_json(text)
+        parse_json(text.encode() if isinstance(text, str) else text)
 
 
 def test_merges_dates_and_numbers_are_those_of_yaml_1_2_and_json(path: Path) -> None:

@@ -40,6 +40,7 @@ from stages.core.lineage import (
     verified_lineage,
 )
 from stages.core.provenance import PROVENANCE_DIR, Provenance
+from stages.core.records import read_plain
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.mixture.certificate import BuildCertificate
 from stages.kit.models.certificate import MergeCertificate
@@ -337,7 +338,7 @@ def _named_key(key: Path | None, folder: Path) -> dict[str, str]:
     if _came_with(folder, key):
         raise UserError(f"{key} came with the folder, and whoever changed that can have changed the key; name another")
     try:
-        if b"PRIVATE KEY" in key.read_bytes():
+        if b"PRIVATE KEY" in read_plain(key):
             raise UserError(f"{key} is a private key, which a check needs not; name the public key of its owner")
         return {fingerprint(key): f"the key {key}"}
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:

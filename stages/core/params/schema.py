@@ -58,6 +58,37 @@ Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
 SlurmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,-]{0,199}$")]
 """Name of a partition or an account; several partitions are separated by commas."""
 
+SBATCH_OPTIONS = (
+    *("account", "begin", "clusters", "comment", "constraint", "contiguous", "cores-per-socket", "cpu-freq"),
+    *(
+        "cpus-per-gpu",
+        "cpus-per-task",
+        "deadline",
+        "dependency",
+        "exclude",
+        "exclusive",
+        "gpu-bind",
+        "gpu-freq",
+        "gpus",
+    ),
+    *(
+        "gpus-per-node",
+        "gpus-per-socket",
+        "gpus-per-task",
+        "gres",
+        "gres-flags",
+        "hint",
+        "hold",
+        "licenses",
+        "mail-type",
+    ),
+    *("mail-user", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "network", "nice", "nodelist"),
+    *("no-requeue", "oversubscribe", "partition", "power", "prefer", "priority", "qos", "reboot", "reservation"),
+    *("sockets-per-node", "switches", "threads-per-core", "time", "time-min", "tmp", "wckey"),
+)
+"""sbatch's options that choose resources, time and accounting. Of the others some run a command (--wrap) or write and
+read files (--error, --export-file), which a params.yaml from a stranger may not; sbatch takes abbreviations too."""
+
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -440,8 +471,11 @@ class JobParams:
     """Time limit of one job. A longer training takes several jobs."""
     memory_gb: Rate | None = None
     """Memory of the host. Null: what the recipe's plan says."""
-    options: Annotated[tuple[Annotated[str, Field(pattern=r"^--[a-z][^\s]{0,997}$")], ...], Field(max_length=100)] = ()
-    """More long options of sbatch, e.g. `--constraint=a100`; they override the fields above."""
+    options: Annotated[
+        tuple[Annotated[str, Field(pattern=rf"^--({'|'.join(SBATCH_OPTIONS)})(=[^\s]{{0,997}})?$")], ...],
+        Field(max_length=100),
+    ] = ()
+    """More of SBATCH_OPTIONS, e.g. `--constraint=a100`; they override the fields above."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -463,7 +497,7 @@ class ContainerParams:
     processes: Annotated[int, Field(ge=64, le=2**22)] | None = None
     """Processes and threads of a stage. Null: 1,024, or 16 for each core if that is more; and as many again for each
     device."""
-    memory_gb: Rate | None = None
+    memory_gb: Annotated[float, Field(ge=0.1, le=1e12)] | None = None
     """Memory of a stage, with /tmp and /dev/shm. Null: fifteen sixteenths of the machine's."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import re
 import struct
 import warnings
@@ -38,10 +37,12 @@ FORMATS = ("JPEG", "PNG", "WEBP")
 """The only formats that are opened. Of others, a small file can cost gigabytes (the tiles of a TIFF) or run another
 program (Ghostscript for EPS)."""
 MAX_SCANS = 100
-"""Limit of a JPEG's scans, each of which costs a pass over all pixels. Encoders write about ten."""
+MAX_SCANNED = 1_000_000_000
+"""Limits of a JPEG's scans, each of which costs a pass over all pixels, and of the pixels of all scans. Encoders write
+about ten."""
 MAX_IMAGE_PIXELS = 64_000_000
-"""Default limit of an image's pixels: more than most cameras make. Reading so many was measured to take 1.0 GB: of
-an animated WebP, which can be a file of 142 bytes."""
+"""Default limit of an image's pixels: more than most cameras make. Half as many of a WebP, whose decoder takes four
+bytes for each of them four times. Reading so many was measured to take 0.7 GB, whatever the size of the file."""
 MAX_ASPECT = 200
 """The image processor refuses longer images (smart_resize in transformers/models/qwen2_vl)."""
 _TURNS = {
@@ -111,10 +112,11 @@ def parse_image(image_id: Any, encoded: Any, max_pixels: int) -> tuple[dict[str,
             encoded, upright = _upright(encoded, max_pixels)
             width, height = upright.size
             # Size and pixels before they are encoded again: copies of an image without loss have one digest.
-            sha256 = hashlib.sha256(struct.pack("<II", width, height) + upright.tobytes()).hexdigest()
+            digest = hashlib.sha256(struct.pack("<II", width, height))
+            digest.update(upright.tobytes())
     except ValueError as error:
         return {}, [*problems, str(error)]
-    fields = {"image_id": image_id, "image": encoded, "width": width, "height": height, "sha256": sha256}
+    fields = {"image_id": image_id, "image": encoded, "width": width, "height": height, "sha256": digest.hexdigest()}
     fields["look"] = describe_image(upright)
     return fields, problems
 
@@ -165,11 +167,15 @@ def num_scans(encoded: bytes) -> int:
     return scans
 
 
-def _refuse_size(size: tuple[int, int], max_pixels: int) -> None:
-    width, height = size
-    if math.prod(size) > max_pixels:
-        raise ValueError(f"{width} x {height} pixels, more than max_image_pixels, {max_pixels:,}")
-    if max(size) > MAX_ASPECT * min(size):
+def _refuse_size(image: Image.Image, scans: int, max_pixels: int) -> None:
+    width, height = image.size
+    most = max_pixels // 2 if image.format == "WEBP" else max_pixels
+    if (pixels := width * height) > most:
+        half = "half of " if most < max_pixels else ""
+        raise ValueError(f"{width} x {height} pixels, more than {half}max_image_pixels, {most:,}")
+    if scans * pixels > MAX_SCANNED:
+        raise ValueError(f"a JPEG of {width} x {height} pixels in {scans} scans; save it again with fewer")
+    if max(image.size) > MAX_ASPECT * min(image.size):
         raise ValueError(
             f"{width} x {height} pixels: one side is more than {MAX_ASPECT} times the other, which no model here takes"
         )
@@ -180,10 +186,11 @@ def _upright(encoded: bytes, max_pixels: int) -> tuple[bytes, Image.Image]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a large photograph is none; errors remain
         with _open(encoded) as opened:
-            _refuse_size(opened.size, max_pixels)
+            _refuse_size(opened, num_scans(encoded), max_pixels)
             turn = _TURNS.get(opened.getexif().get(ExifTags.Base.Orientation, 1))
             if turn is None:
-                return encoded, opened.convert("RGB")
+                opened.load()
+                return encoded, opened if opened.mode == "RGB" else opened.convert("RGB")  # which would copy it
             # ImageOps.exif_transpose writes the other tags again, and fails if one is of another type than its own.
             turned = opened.transpose(turn).convert("RGB")
     buffer = io.BytesIO()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, short, verified_lineage
@@ -61,7 +62,7 @@ class MergeCertificate(Record):
     """On the probes, merged and reloaded against adapter on base, as a share of adapter on base against base alone."""
     tolerance: float
     probes: int
-    changed_modules: int
+    changed_modules: Annotated[int, Field(ge=0)]
     unexpected_modules: list[str]
     """Modules that changed, though not trained."""
     unchanged_modules: list[str]

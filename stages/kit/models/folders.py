@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
-from stages.core.records import nearest, parse_json, shown
+from stages.core.records import nearest, parse_json, read_plain, shown
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""
@@ -200,7 +200,7 @@ def require_weights(folder: Path) -> None:
 
 def _read_json(path: Path) -> Any:
     try:
-        return parse_json(path.read_bytes())
+        return parse_json(read_plain(path))
     except FileNotFoundError:
         raise UserError(f"{path.parent} is no model folder: {path.name} is missing") from None
     except (ValueError, OSError) as error:

@@ -14,13 +14,13 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from stages.core.families import PROMPT_OPTIONS, family_of
+from stages.core.families import PROMPT_OPTIONS
 from stages.core.lineage import Lineage, lineage_lines, short
 from stages.core.params.schema import Params
 from stages.core.provenance import Provenance
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.prepared import read_origin
-from stages.kit.publishing.check import CARD_FILE
+from stages.kit.publishing.check import CARD_FILE, pipeline_tag
 from stages.kit.reporting.compare import Comparison, Contender
 from stages.kit.reporting.runs import EXAMPLE_KINDS, EXAMPLES_DIR, Run
 from stages.kit.reporting.sections import (
@@ -88,11 +88,6 @@ class Publication:
     def run(self) -> Run:
         assert self.contender.run is not None
         return self.contender.run
-
-    @property
-    def pipeline_tag(self) -> str:
-        sees = family_of(self.config["model_type"]).vision is not None
-        return "image-text-to-text" if sees else "text-generation"
 
     @property
     def max_new_tokens(self) -> int:
@@ -208,7 +203,7 @@ def _metadata(publication: Publication) -> ModelCardData:
     hub: dict[str, list[str]] = {"base": [], "data": []}
     for each in publication.ingredients:
         hub[each.kind] += [each.hub[0]] if each.hub else []
-    data = publication.evaluated_on
+    data, tag = publication.evaluated_on, pipeline_tag(publication.config)
     figures = [(metric, publication.contender.figure(metric.key)) for metric in report.metrics]
     assert run.plan is not None
     # A single dataset of the hub has its place there, all others the name here.
@@ -218,12 +213,12 @@ def _metadata(publication: Publication) -> ModelCardData:
         base_model=hub["base"] or None,
         datasets=hub["data"] or None,
         library_name="transformers",
-        pipeline_tag=publication.pipeline_tag,
+        pipeline_tag=tag,
         tags=["bakeoff", report.task],
         model_name=run.name,
         eval_results=[
             EvalResult(
-                task_type=publication.pipeline_tag,
+                task_type=tag,
                 task_name=report.title,
                 dataset_type=known[0] if known else data[0].source.rpartition("@")[0] or data[0].source,
                 dataset_name=Path(run.plan.data_dir).name,  # which a check of the card compares with the plan

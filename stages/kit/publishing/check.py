@@ -18,14 +18,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, bytes_text, join_truncated
+from stages.core.families import family_of
 from stages.core.given_files import stays_inside
 from stages.core.lineage import Lineage, combined_digest, file_digests, read_lineage, short
 from stages.core.provenance import Provenance
-from stages.core.records import parse, parse_json, parse_yaml, yaml_text
+from stages.core.records import dotted, parse, parse_json, parse_yaml, read_plain, shown, yaml_text
 from stages.core.tasks import load_task
 from stages.kit.models.certificate import TOLERANCE, MergeCertificate
-from stages.kit.models.folders import MODEL_FILES, check_model_folder
+from stages.kit.models.folders import MODEL_FILES, check_model_folder, read_config
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan
 from stages.kit.publishing.signing import (
@@ -45,11 +46,15 @@ LINEAGE, CERTIFICATE, METRICS, PLAN = (
     f"{EVIDENCE_DIR}/{name}" for name in (MODEL_LINEAGE_FILE, "merge.json", "metrics.json", "plan.yaml")
 )
 TRAINED_DIR = "trained"
+MAX_PROOF_BYTES = 4 * 2**20
+"""Limit of a file that is not a model's: a statement has some 100 KB, and its values may take fifty times its size."""
 MODEL = "the model"
 MAKERS = {"trained": "train", "merged": "merge"}
 """The stage that makes a model folder, by the kind of its lineage."""
-PARENTS = {"base": (), "trained": ("base",), "merged": ("base", "trained"), "built": ("base",)}
-"""Parents that a lineage has, by its kind; a build has its experts too."""
+PARENTS = {"base": set(), "trained": {"base"}, "merged": {"base", "trained"}, "built": {"base", "expert"}}
+"""Roles of the parents that a lineage has, by its kind; a build has an expert/NAME for each of its experts."""
+KINDS = {"base": ("base", "built", "merged"), "trained": ("trained",), "expert": ("merged",)}
+"""Kinds of a parent, by its role."""
 
 Problem = tuple[str, str]
 """A file of a published folder, and the problem with it."""
@@ -86,7 +91,7 @@ def check_published(folder: Path, public_key: Path | None = None) -> Checked:
         with _explained(SIGNATURE_FILE, problems):
             require_signature(folder, public_key or own_key)
         with _explained(STATEMENT_FILE, problems):
-            content = parse_json(paths[STATEMENT_FILE].read_bytes())
+            content = parse_json(read_plain(paths[STATEMENT_FILE]))
             said = content["predicate"]["buildDefinition"]["internalParameters"]["records"]
             records = {record.stage: record for record in parse(list[Provenance], said)}
             problems += _statement_problems(content, said, digests)
@@ -102,8 +107,7 @@ def check_published(folder: Path, public_key: Path | None = None) -> Checked:
         with _explained(CERTIFICATE, problems):
             problems += _certificate_problems(MergeCertificate.read(folder / CERTIFICATE), model, records)
         with _explained(CARD_FILE, problems):
-            card, plan = paths[CARD_FILE].read_text(encoding="utf-8"), records[f"merge@{model.name}"].plan or {}
-            problems += _card_problems(card, model, parse_json(paths[METRICS].read_bytes()), plan)
+            problems += _card_problems(folder, model, records[f"merge@{model.name}"].plan or {})
     by_file: dict[str, list[str]] = {}
     for file, problem in problems:
         by_file.setdefault(file, []).append(problem)
@@ -131,7 +135,7 @@ def _signed_files(folder: Path) -> dict[str, Path]:
     return {
         name: path
         for name, path in found.items()
-        if name.partition("/")[0] not in UNSIGNED[1:] and (path.is_symlink() or not path.is_dir())
+        if path.is_symlink() or not (path.is_dir() or name.partition("/")[0] in UNSIGNED[1:])
     }
 
 
@@ -144,7 +148,9 @@ def _unusual(folder: Path, paths: Mapping[str, Path]) -> Iterator[Problem]:
         elif path.is_symlink() and not stays_inside(path, folder):
             yield name, "is a link that leads out of the folder"
     for name in (CARD_FILE, LINEAGE, CERTIFICATE, METRICS, PLAN, STATEMENT_FILE, KEY_FILE, SIGNATURE_FILE):
-        if name not in paths:
+        if name in paths and paths[name].is_file() and paths[name].stat().st_size > MAX_PROOF_BYTES:
+            yield name, f"is larger than {bytes_text(MAX_PROOF_BYTES)}"
+        elif name not in paths:
             yield name, "is no plain file" if (folder / name).exists() else "is missing"
 
 
@@ -161,6 +167,8 @@ def _statement_problems(content: Any, records: Any, digests: Mapping[str, str]) 
             yield name, f"has content {short(files[name])}, but {STATEMENT_FILE} says {short(str(subjects[name]))}"
     if len({each["stage"] for each in records}) < len(records):
         yield STATEMENT_FILE, "has several records of one stage"
+    if [*records] != sorted(records, key=lambda each: str(each["ended"])):
+        yield STATEMENT_FILE, "does not have its records in the order in which they ended"
     if files == subjects and content != statement(files, records):
         yield STATEMENT_FILE, "is not the statement that follows from its records and these files"
 
@@ -170,8 +178,20 @@ def _lineage_problems(model: Lineage, records: Mapping[str, Provenance]) -> Iter
     if model.kind != "merged":
         yield LINEAGE, f"is of a {model.kind} model, expected a merged one"
     for each in model.tree():
-        if lacking := set(PARENTS.get(each.kind, ("kind",))) - each.parents.keys():
-            yield LINEAGE, f"says no {' and '.join(sorted(lacking))} of the {each.kind} {each.name}"
+        roles = {role.partition("/")[0] for role in each.parents}
+        if roles != PARENTS.get(each.kind):
+            yield (
+                LINEAGE,
+                f"says {join_truncated(sorted(roles)) or 'nothing'} of what the {each.kind} {each.name} is of",
+            )
+        for role, parent in each.parents.items():
+            base = each.parents["base"].lineage if each.kind == "merged" and role == "trained" else None
+            if (
+                parent.lineage.kind not in KINDS.get(role.partition("/")[0], ())
+                or os.path.normpath(f"{_place(each)}/{parent.path}") != _place(parent.lineage)
+                or (base is not None and base != parent.lineage.parents["base"].lineage)
+            ):
+                yield LINEAGE, f"says another {role} of the {each.kind} {each.name} than it can have"
     facts = list(_facts(model))
     for stage in dict.fromkeys(fact[0] for fact in facts if fact[0] not in records):
         yield STATEMENT_FILE, f"has no record of {stage}"
@@ -187,10 +207,17 @@ def _facts(model: Lineage) -> Iterator[tuple[str, str, str, str]]:
     yield f"evaluate@{model.name}", "inputs", f"data/runs/{model.name}/merged", model.digest
     for each in model.tree():
         if each.kind in MAKERS:
-            folder, stage = f"data/runs/{each.name}/{each.kind}", f"{MAKERS[each.kind]}@{each.name}"
-            yield stage, "outputs", folder, each.digest
+            stage = f"{MAKERS[each.kind]}@{each.name}"
+            yield stage, "outputs", _place(each), each.digest
             for parent in each.parents.values():
-                yield stage, "inputs", os.path.normpath(f"{folder}/{parent.path}"), parent.lineage.digest
+                yield stage, "inputs", _place(parent.lineage), parent.lineage.digest
+
+
+def _place(model: Lineage) -> str:
+    """The folder of a model in the workspace that it was made in."""
+    folders = {"base": "data/bases", "built": "data/builds"}
+    runs = f"data/runs/{model.name}/{model.kind}"
+    return f"{folders[model.kind]}/{model.name}" if model.kind in folders else runs
 
 
 def _record_problems(records: Mapping[str, Provenance]) -> Iterator[Problem]:
@@ -247,33 +274,65 @@ def _is_of_model(name: str) -> bool:
 def _certificate_problems(
     certificate: MergeCertificate, model: Lineage, records: Mapping[str, Provenance]
 ) -> Iterator[Problem]:
+    merge, train = (records[f"{stage}@{model.name}"].plan or {} for stage in ("merge", "train"))
+    precision, quantization = merge["precision"], train["quantization"]
     subject = certificate.recipe, certificate.merged_digest, certificate.precision, certificate.tolerance
-    precision = (records[f"merge@{model.name}"].plan or {})["precision"]
-    if subject != (model.name, model.digest, precision, TOLERANCE[precision]) or certificate.problems():
+    quantized = certificate.trained_quantization, certificate.quantization_cost is not None
+    if (
+        subject != (model.name, model.digest, precision, TOLERANCE[precision])
+        or quantized != (quantization, quantization != "none")
+        or certificate.problems()
+    ):
         yield CERTIFICATE, f"does not certify the model with content {short(model.digest)}"
 
 
-def _card_problems(card: str, model: Lineage, figures: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[Problem]:
-    """The metadata of the card has the lineage's bases, and the figures of the evaluation: all of the task's, once, on
-    the plan's data. Nothing is known of its text."""
-    front = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
-    facts = parse_yaml(front[1] if front else "")
-    bases = {root.source["hub"] for root in model.tree() if "hub" in root.source}
-    if set(facts.get("base_model", [])) != bases:
-        yield CARD_FILE, f"says base_model {facts.get('base_model')}, the lineage {sorted(bases)}"
+def pipeline_tag(config: Mapping[str, Any]) -> str:
+    """The hub's word for what a model with this config.json does."""
+    return "text-generation" if family_of(config["model_type"]).vision is None else "image-text-to-text"
+
+
+def _card_problems(folder: Path, model: Lineage, plan: Mapping[str, Any]) -> Iterator[Problem]:
+    """Metadata of the card that do not follow from lineage, plan and figures. The licence and the sources of data are
+    in none of them; nothing is known of the text."""
+    front = re.match(r"---\n(.*?)\n---\n", read_plain(folder / CARD_FILE).decode(), re.DOTALL)
+    facts, figures = parse_yaml(front[1] if front else ""), parse_json(read_plain(folder / METRICS))
+    facts["base_model"] = sorted(set(facts.get("base_model", [])))
     (entry,) = facts["model-index"]
     (result,) = entry["results"]
-    dataset, data = result["dataset"]["name"], Path(plan["data_dir"]).name
-    if (entry["name"], dataset) != (model.name, data):
-        yield CARD_FILE, f"has the figures of {entry['name']} on {dataset}, expected {model.name} on {data}"
-    types = [metric["type"] for metric in result["metrics"]]
+    headings = {metric["type"]: metric["name"] for metric in result["metrics"]}
     # The figures of chat depend on params.yaml, which is not published.
-    report = getattr(load_task(plan["task"], "report"), "REPORT", None)
-    expected = (
-        [each.key for each in report.metrics if isinstance(figures.get(each.key), int | float)] if report else types
-    )
-    if not types or sorted(types) != sorted(set(expected)):
-        yield CARD_FILE, f"has figures {', '.join(types) or 'of nothing'}, expected {', '.join(expected)}"
-    for metric in result["metrics"]:
-        if figures[metric["type"]] != metric["value"]:
-            yield CARD_FILE, f"says {metric['type']} {metric['value']}, {METRICS} {figures[metric['type']]}"
+    if report := getattr(load_task(plan["task"], "report"), "REPORT", None):
+        reported = [each for each in report.metrics if isinstance(figures.get(each.key), int | float)]
+        headings = {each.key: each.heading for each in reported}
+    tag, split, data = pipeline_tag(read_config(folder)), figures.get("split", "val"), Path(plan["data_dir"]).name
+    source = {key: result["dataset"][key] for key in ("type", "revision") if key in result["dataset"]}
+    metrics = [{"type": key, "value": figures[key], "name": heading} for key, heading in headings.items()]
+    expected_result = {
+        "task": {"type": tag, "name": report.title if report else result["task"]["name"]},
+        "dataset": {"name": data, "split": split, **source},
+        "metrics": metrics,
+    }
+    expected = {
+        **{key: facts[key] for key in ("license", "datasets") if key in facts},
+        "base_model": sorted({root.source["hub"] for root in model.tree() if "hub" in root.source}),
+        "library_name": "transformers",
+        "pipeline_tag": tag,
+        "tags": ["bakeoff", plan["task"]],
+        "model-index": [{"name": model.name, "results": [expected_result]}],
+    }
+    for where, said, known in _differences(facts, expected):
+        yield CARD_FILE, f"says {dotted(where)} {shown(said)}, expected {shown(known)}"
+    if not metrics:
+        yield CARD_FILE, "has figures of nothing"
+
+
+def _differences(found: Any, expected: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """The values of one tree that are not those of another: path, value there and here; None for a lacking one."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        for key in sorted(found.keys() | expected.keys()):
+            yield from _differences(found.get(key), expected.get(key), (*where, key))
+    elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        for number, pair in enumerate(zip(found, expected, strict=True)):
+            yield from _differences(*pair, (*where, str(number)))
+    elif found != expected or isinstance(found, bool) != isinstance(expected, bool):
+        yield where, found, expected

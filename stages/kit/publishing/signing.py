@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from stages.core.errors import UserError
+from stages.core.records import read_plain
 
 SIGNATURE_FILE = "model.sig"
 KEY_FILE = "signing-key.pub.pem"
@@ -89,7 +90,7 @@ def signing_key(folder: Path) -> Path:
 
 def public_key(path: Path) -> bytes:
     """The public key of a file in PEM, or the public half of a private one, as PEM. Raises ValueError without one."""
-    content, form = path.read_bytes(), (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    content, form = read_plain(path), (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     if b"PRIVATE KEY" in content:
         return serialization.load_pem_private_key(content, password=None).public_key().public_bytes(*form)
     return serialization.load_pem_public_key(content).public_bytes(*form)

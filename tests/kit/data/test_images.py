@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageFile, ImageOps
 
+from stages.kit.data import images
 from stages.kit.data.images import MAX_IMAGE_PIXELS, MAX_SCANS, ImageRecord, num_scans, parse_image
 from stages.kit.data.near import describe_image, near_duplicates
 from tests.kit.data.images import bomb, patch_jpeg, png
@@ -54,13 +55,14 @@ def test_what_is_no_whole_image_is_reported(image: Any, problem: str) -> None:
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PNG of a few kilobytes can be one of gigabytes."""
-    image, long, huge = png(size=(40, 30)), png(size=(1, 201)), bomb(13_000)
+    image, long, huge, webp = png(size=(40, 30)), png(size=(1, 201)), bomb(13_000), saved("WEBP")
     assert problems(image, 1200) == []
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("it was decoded"))
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it was decoded"))
     assert problems(image, 1199) == ["unreadable image: 40 x 30 pixels, more than max_image_pixels, 1,199"]
     assert problems(huge) == ["unreadable image: 13000 x 13000 pixels, more than max_image_pixels, 64,000,000"]
     assert "1 x 201 pixels: one side is more" in problems(long)[0]
+    assert "40 x 30 pixels, more than half of max_image_pixels, 1,199" in problems(webp, 2399)[0], "it takes twice the memory"
 
 
 @pytest.mark.parametrize("orientation", range(1, 10))
@@ -95,6 +97,8 @@ def test_a_jpeg_of_too_many_scans_is_refused_before_it_is_decoded(monkeypatch: p
     assert problems(with_thumbnail + b"\xff\xda\x00\x02" * 999) == []
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it was decoded"))
     assert "more than 100 scans" in problems(with_scans(2_000))[0]
+    monkeypatch.setattr(images, "MAX_SCANNED", 40 * 30 * 50 - 1)
+    assert "40 x 30 pixels in 50 scans" in problems(with_scans(50))[0]
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "MPO"])

@@ -189,6 +189,16 @@ def in_card(change: Callable[[Any], object]) -> Callable[[Path], None]:
     return edit
 
 
+def all_detected(card: Any) -> None:
+    (metrics,) = (result["metrics"] for result in card["model-index"][0]["results"])
+    next(metric for metric in metrics if metric["type"] == "detection_rate")["value"] = True
+
+
+def in_lineage(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """A change to the lineage, unsealed."""
+    return edited(LINEAGE, lambda content: (change(content), content.update(seal=None)))
+
+
 def forged(folder: Path) -> None:
     """Everything as if the stages had made the files as they are now: nothing contradicts anything."""
     before = read_lineage(folder / "evidence", name=Path(LINEAGE).name)
@@ -275,6 +285,40 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
         in_card(lambda it: it["model-index"][0]["results"][0]["dataset"].update(name="x")),
         CARD_FILE,
     ),
+    "another split in the card": (
+        in_card(lambda it: it["model-index"][0]["results"][0]["dataset"].update(split="test")),
+        CARD_FILE,
+    ),
+    "another heading in the card": (
+        in_card(lambda it: it["model-index"][0]["results"][0]["metrics"][0].update(name="Accuracy")),
+        CARD_FILE,
+    ),
+    "another key in the card": (in_card(lambda it: it.update(widget=["x"])), CARD_FILE),
+    "a figure of another kind": (
+        both(edited(METRICS, lambda it: it.update(detection_rate=1.0)), in_card(all_detected)),
+        CARD_FILE,
+    ),
+    "not quantized": (
+        both(edited(CERTIFICATE, lambda it: it.update(trained_quantization="none", quantization_cost=None)), forged),
+        CERTIFICATE,
+    ),
+    "order of the records": (edited(STATEMENT_FILE, lambda it: records_in(it).reverse()), STATEMENT_FILE),
+    "lineage with an expert": (
+        in_lineage(lambda it: it["parents"].update({"expert/x": it["parents"]["base"]})),
+        LINEAGE,
+    ),
+    "lineage with the training as base": (
+        in_lineage(lambda it: it["parents"].update(base=it["parents"]["trained"])),
+        LINEAGE,
+    ),
+    "lineage of two bases": (
+        in_lineage(lambda it: it["parents"]["trained"]["lineage"]["parents"]["base"].update(lineage=ANOTHER)),
+        LINEAGE,
+    ),
+    "lineage with another name of the base": (
+        in_lineage(lambda it: it["parents"]["base"]["lineage"].update(name="x")),
+        LINEAGE,
+    ),
     "no probes": (both(edited(CERTIFICATE, lambda it: it.update(probes=0)), forged), CERTIFICATE),
     "deviation below 0": (
         both(edited(CERTIFICATE, lambda it: it.update(logit_deviation=-1.0)), forged),
@@ -298,15 +342,9 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
         edited(STATEMENT_FILE, lambda it: records_in(it).insert(0, {**records_in(it)[0], "commit": "0" * 40})),
         STATEMENT_FILE,
     ),
-    "lineage of a base": (edited(LINEAGE, lambda it: it.update(kind="base", parents={}, seal=None)), LINEAGE),
-    "lineage without the training": (
-        edited(LINEAGE, lambda it: (it["parents"].pop("trained"), it.pop("seal"))),
-        LINEAGE,
-    ),
-    "lineage of another base": (
-        edited(LINEAGE, lambda it: (it["parents"]["base"].update(lineage=ANOTHER), it.pop("seal"))),
-        STATEMENT_FILE,
-    ),
+    "lineage of a base": (in_lineage(lambda it: it.update(kind="base", parents={})), LINEAGE),
+    "lineage without the training": (in_lineage(lambda it: it["parents"].pop("trained")), LINEAGE),
+    "lineage of another base": (in_lineage(lambda it: it["parents"]["base"].update(lineage=ANOTHER)), STATEMENT_FILE),
 }  # fmt: skip
 
 
@@ -378,6 +416,15 @@ def test_a_folder_deeper_than_python_recurses_gives_a_verdict(copy: Path) -> Non
     result = verify(copy)
     assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.exc_info
     subprocess.run(["rm", "-rf", str(copy / "d")], check=True)  # pytest's own way of removing it recurses
+
+
+def test_a_file_of_the_proof_too_large_and_a_link_beside_it_are_refused(published: Path, copy: Path) -> None:
+    names = (SIGNATURE_FILE, STATEMENT_FILE, KEY_FILE, CARD_FILE, LINEAGE, CERTIFICATE, METRICS, PLAN)
+    for name in names:
+        (copy / name).write_bytes(bytes(2**23))
+    (copy / ".cache").symlink_to("/etc")
+    found = {*check_published(copy).problems}
+    assert found == {*(f"{name}: is larger than 4.00 MiB" for name in names), ".cache: is no plain file"}
 
 
 def test_a_wholly_forged_folder_is_only_as_good_as_its_key(copy: Path, tmp_path: Path) -> None:
