@@ -1,4 +1,4 @@
-"""Write a finished run as a folder to hand on: the model, its card, and the proof of both. Or send a folder to the hub.
+"""Write a finished run as a folder to hand on: the model, its card, and the proof of both.
 
 Reads   data/runs/RUN/: merged/, trained/, merge.json, plan.yaml, metrics.json, examples/
         data/report/TASK/, data/provenance/TASK/: what the comparison reads; data/prepared/DATA/
@@ -9,14 +9,12 @@ Writes  data/published/RUN/: the merged model and its configuration
             provenance.intoto.json    a statement of how the model was made: in-toto, SLSA provenance
             model.sig, signing-key.pub.pem
 Run     docker/run publish r4-joint
-        docker/run publish r4-joint --to OWNER/NAME    sends data/published/r4-joint/ to the hub, with HF_TOKEN
 
 The key is .bakeoff/signing/key.pem, made if there is none.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
@@ -31,25 +29,17 @@ from stages.core.tasks import load_task
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.folders import read_config, require_weights
 from stages.kit.publishing.card import Publication, evaluated_on, ingredients_of
-from stages.kit.publishing.folder import records_of, upload, write_folder
+from stages.kit.publishing.folder import records_of, write_folder
 from stages.kit.reporting.compare import chosen_report, compare, read_contenders
-
-log = logging.getLogger("stages")
 
 DATA_DIR = Path("data")
 
 
 @click.command(help=__doc__)
 @click.argument("run")
-@click.option("--to", metavar="OWNER/NAME", help="Send the published folder to this new repository on the hub.")
-def main(run: str, to: str | None) -> None:
+def main(run: str) -> None:
     configure_logging(f"publish {run}")
-    params, folder = load_params(), DATA_DIR / "published" / run
-    params.recipe(run)
-    if to is None:
-        publish_run(params, run, folder)
-    else:
-        log.info("published as a private repository, to be looked at and made public there: %s", upload(folder, to))
+    publish_run(load_params(), run, DATA_DIR / "published" / run)
 
 
 def publish_run(params: Params, run: str, published_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Publishing a run: what is written of it, and what is refused. tests/kit/publishing/ checks and sends the folder."""
+"""Publishing a run: what is written of it, and what is refused. tests/kit/publishing/ checks the folder."""
 
 from __future__ import annotations
 
@@ -152,6 +152,14 @@ def test_base_and_data_of_the_hub_have_their_names_there(tmp_path: Path, monkeyp
     card = ModelCard.load(publish() / "README.md").data
     assert (card.base_model, card.datasets, card.license) == ([base["hub"]], [dataset], "apache-2.0")
     assert {(each.dataset_type, each.dataset_revision) for each in card.eval_results} == {(dataset, "b" * 40)}
+
+
+def test_a_base_of_unknown_licence_is_named_before_anybody_sends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(made_up_workspace(tmp_path, base_source={"hub": "somebody/base", "revision": "a" * 40}))
+    assert ModelCard.load(publish() / "README.md").data.license is None
+    assert "write it into `licenses` of params.yaml" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,16 @@ def test_pictures_are_fetched_from_the_hub_where_they_are_there() -> None:
     assert "HF_HUB_OFFLINE" not in command("data", "DATASET=nutrition-tables"), "params.yaml says where that is"
 
 
-def command(*asked: str) -> str:
+def test_what_is_sent_to_the_hub_is_checked_before() -> None:
+    line = command("publish", "RUN=r4-joint", "TO=owner/name", "SEND=1", tool="-m tools.verify")
+    check, _, sending = line.partition(" && ")
+    assert shlex.split(check)[-2:] == ["--published", "data/published/r4-joint"]
+    assert shlex.split(sending)[:5] == [".venv/bin/hf", "upload", "owner/name", "data/published/r4-joint", "--private"]
+
+
+def command(*asked: str, tool: str = "-m tools.") -> str:
     """The line that `make` would run."""
     # A make of its own, also if these tests run in `make test`.
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     printed = subprocess.check_output(["make", "-n", *asked], cwd=ROOT, env=alone, text=True)
-    return next(line for line in printed.splitlines() if "-m tools." in line)
+    return next(line for line in printed.replace("\\\n", "").splitlines() if tool in line)

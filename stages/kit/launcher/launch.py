@@ -79,8 +79,7 @@ def launch(request: Request) -> int:
     refuse_links_out(request.repository_dir, (".bakeoff/gpus",))
     # For every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
     refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in request.stages for out in each.outs)))
-    # A node may have no network: what is sent to the hub is sent from here.
-    if not request.sends and runs_in_slurm(request.stage, request.caller, request.params):
+    if runs_in_slurm(request.stage, request.caller, request.params):
         request.require_declared()
         refuse_missing_deps(request)
         job = StageJob(request, say)

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -76,18 +76,8 @@ class DeclaredStage:
 
 def stage_of_command(stages: Sequence[DeclaredStage], stage: str, args: Sequence[str]) -> DeclaredStage | None:
     """The stage of dvc.yaml with this command; None if there is none."""
-    sends = sends_what_it_wrote(stage, args)
-    command = " ".join(("docker/run", stage, *(args[:1] if sends else args)))
-    found = next((each for each in stages if each.command == command), None)
-    if sends and found is not None:
-        code = (dep for dep in found.deps if dep not in found.inputs("data"))
-        return replace(found, deps=(*code, *found.written), outs=())
-    return found
-
-
-def sends_what_it_wrote(stage: str, args: Sequence[str]) -> bool:
-    """Whether the call is `publish NAME --to REPOSITORY`: it reads what `publish NAME` wrote, and writes nothing."""
-    return stage == "publish" and len(args) > 1
+    command = " ".join(("docker/run", stage, *args))
+    return next((each for each in stages if each.command == command), None)
 
 
 def item_of(addressing: str) -> tuple[str, ...]:
@@ -253,13 +243,9 @@ class Request:
         return Path(os.path.normpath(self.workspace_dir / where)) if kind == "folder" else None
 
     @property
-    def sends(self) -> bool:
-        return sends_what_it_wrote(self.stage, self.args)
-
-    @property
     def network(self) -> bool:
-        """Whether the stage fetches from the hub or sends to it. Only then does it get the network and the token."""
-        return self.sends or self.source.startswith("hub:")
+        """Whether the stage fetches from the hub. Only then does it get the network and the token."""
+        return self.source.startswith("hub:")
 
     @property
     def kept_dirs(self) -> tuple[Path, ...]:
@@ -271,7 +257,7 @@ class Request:
         own_dir = self.repository_dir / ".bakeoff"
         tracked = (own_dir / "tracking",) if self.params.tracking.to and self.stage in TRACKED else ()
         if self.stage == "publish":
-            return () if self.sends else (own_dir / "signing",)
+            return (own_dir / "signing",)
         if self.stage != "train":
             return tracked
         if self.name not in self.params.recipes:

@@ -16,7 +16,7 @@ from stages.core.params.schema import DeviceParams, Params
 from stages.kit.evaluation.vllm import environment
 from stages.kit.launcher import launch as launcher
 from stages.kit.launcher.apptainer import ApptainerEngine
-from stages.kit.launcher.container import Outputs, refuse_links_out
+from stages.kit.launcher.container import refuse_links_out
 from stages.kit.launcher.engines import choose_engine
 from stages.kit.launcher.gpus import MIN_DRIVER, Gpu
 from stages.kit.launcher.launch import refuse_full_disk, refuse_missing_deps
@@ -224,45 +224,6 @@ def test_only_trainings_tracked_stages_and_publish_write_besides_their_outputs()
         ("publish", "r1-llm-only", PARAMS, (repository / "signing",)),
     ):
         assert request(stage, name, params=params, DVC_ROOT=str(repository.parent)).kept_dirs == folders
-
-
-PUBLISH = """
-import os, pathlib, sys
-names = ("HF_TOKEN", "HF_HUB_OFFLINE")
-pathlib.Path("notes").write_text(" ".join([*sys.argv[1:], *(str(os.environ.get(name)) for name in names)]))
-if "--to" not in sys.argv:
-    folder = pathlib.Path("data/published/r1-llm-only")
-    folder.mkdir(parents=True)
-    (folder / "model").write_text("weights")
-"""
-
-
-def test_sending_has_network_and_token_and_sends_what_was_published(tmp_path: Path) -> None:
-    pipeline = (
-        "stages:\n  publish:\n    foreach: ${recipes}\n    do:\n      cmd: exec docker/run publish\n"
-        "      deps: [stages]\n"
-        "      outs:\n        - data/provenance/publish@${key}.json\n        - data/published/${key}\n"
-    )
-    workspace = small_checkout(tmp_path / "workspace", pipeline=pipeline, publish=PUBLISH)
-    send = ("docker/run", "publish", "r1-llm-only", "--to", "owner/name")
-    run(workspace, "docker/run", "publish", "r1-llm-only", HF_TOKEN="secret")
-    assert (workspace / "notes").read_text() == "r1-llm-only None 1"
-    record = workspace / "data/provenance/publish@r1-llm-only.json"
-    before = record.read_bytes()
-    run(workspace, *send, HF_TOKEN="secret")
-    assert (workspace / "notes").read_text() == "r1-llm-only --to owner/name secret None"
-    assert record.read_bytes() == before, "sending makes nothing"
-    (workspace / "data/published/r1-llm-only/model").write_text("other weights")
-    refused = run(workspace, *send, code=1, HF_TOKEN="secret")
-    assert "data/published/r1-llm-only is not what publish@r1-llm-only made" in refused
-
-
-def test_container_that_sends_sees_the_published_folder_alone(tmp_path: Path) -> None:
-    sending = request("publish", "r4-joint", "--to", "owner/name").declared
-    assert sending is not None
-    assert sending.inputs("data") == ("data/published/r4-joint",)
-    assert "stages/publish.py" in sending.deps
-    assert Outputs(sending, tmp_path).folders == ()
 
 
 @pytest.fixture
