@@ -20,11 +20,12 @@ from ruamel.yaml import YAML
 from stages.core.params import load_params
 from stages.kit.launcher.engines import CONTAINER_ENGINES
 from stages.kit.planning.plan import resolve_plan
-from tests import ROOT
-from tests.kit.launcher.small_checkout import wait_until
+from tests.kit.launcher.small_checkout import commit, run, wait_until
+from tests.workspaces import clone_checkout
 
 ENGINE = os.environ.get("ENGINE") or next(filter(shutil.which, CONTAINER_ENGINES), "docker")
 
+COMMAND = ("docker/run", "train", "r1-llm-only")
 SECRETS = {"HF_TOKEN": "hf_smokesmokesmokesmokesmokesmokesmoke", "AWS_SECRET_ACCESS_KEY": "awssmokesmokesmokesmoke"}
 
 
@@ -49,7 +50,7 @@ def is_first_process(process: psutil.Process, below: Path) -> bool:
     return False
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(**more: str) -> dict[str, Any]:
     """The environment of a person with secrets, with this test's Python environment activated."""
     dropped = ("PYTHONPATH", "DVC_ROOT", "DVC_STAGE")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
@@ -67,16 +68,15 @@ def environment(**more: str) -> dict[str, str]:
 
 def dvc(workspace: Path, *args: str, **more: str) -> str:
     """Runs dvc to its end; the test fails with the output if it fails."""
-    return python(workspace, "-m", "dvc", *args, **more)
+    return run(workspace, sys.executable, "-m", "dvc", *args, **environment(**more))
 
 
-def python(workspace: Path, *args: str, **more: str) -> str:
-    """Runs this Python to its end; the test fails with the output if it fails."""
-    result = subprocess.run(
-        [sys.executable, *args], cwd=workspace, env=environment(**more), capture_output=True, text=True, check=False
+def train(workspace: Path, code: str, *before: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A train stage of this code, in a container. before: a command that starts the launcher."""
+    (workspace / "stages/train.py").write_text(code)
+    return subprocess.run(
+        [*before, *COMMAND], cwd=workspace, env=environment(**more), capture_output=True, text=True, check=False
     )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
 
 
 def small_steps(params: dict[str, Any]) -> None:
@@ -92,43 +92,22 @@ def small_steps(params: dict[str, Any]) -> None:
 
 
 def copy_of_checkout(place: Path) -> Path:
-    """This checkout as it is, uncommitted changes included, as the first commit of a repository of its own."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, place / name)
+    """A clone of this checkout, uncommitted changes included, with smaller steps; all of it is committed."""
+    clone_checkout(place)
     yaml = YAML()
     params = yaml.load(place / "params.yaml")
     small_steps(params)
     yaml.dump(params, place / "params.yaml")
     (place / "dvc.lock").unlink(missing_ok=True)
-    git(place, "init", "--quiet")
-    commit(place, "start")
+    commit(place)
     return place
-
-
-def git(place: Path, *args: str) -> str:
-    who = ("-c", "user.name=smoke", "-c", "user.email=smoke@example.org", "-c", "commit.gpgsign=false")
-    return subprocess.run(["git", *who, *args], cwd=place, check=True, capture_output=True, text=True).stdout
-
-
-def commit(place: Path, message: str) -> None:
-    git(place, "add", "--all")
-    git(place, "commit", "--quiet", "--message", message)
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace whose whole detection pipeline ran in containers, two at once. Not to be changed."""
     workspace = copy_of_checkout(tmp_path_factory.mktemp("smoke") / "a workspace")
-    python(workspace, "-m", "tools.run", "compare@detection", "--jobs", "2")
+    run(workspace, sys.executable, "-m", "tools.run", "compare@detection", "--jobs", "2", **environment())
     return workspace
 
 

@@ -1,10 +1,8 @@
 """Workspaces whose stage is a job of a real Slurm, commands in them, and the state of Slurm."""
 
 import os
-import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from ruamel.yaml import YAML
 
 from tests import ROOT
 from tests.documents import write_yaml
-from tests.kit.launcher.small_checkout import CALLER, commit, run, small_checkout, wait_until
+from tests.kit.launcher.small_checkout import CALLER, Command, commit, run, small_checkout, wait_until
 
 NEEDS_SLURM = [
     pytest.mark.engine,
@@ -100,44 +98,22 @@ def num_ended(workspace: Path) -> int:
     return sum(f"WorkDir={workspace} " in line for line in log.read_text().splitlines()) if log.exists() else 0
 
 
-class Command:
-    """`dvc repro`, typed in the workspace."""
+def repro(workspace: Path, *arguments: str, **environment: str) -> Command:
+    """`dvc repro train`, or another command of dvc's, typed in the workspace."""
+    return Command(workspace, "dvc", *(arguments or ("repro", "train")), env=ENVIRONMENT | environment)
 
-    def __init__(self, workspace: Path, *arguments: str, **environment: str) -> None:
-        self.path = workspace.with_name(f"output-{time.monotonic_ns()}")
-        self.workspace = workspace
-        with self.path.open("wb") as output:
-            self.process = subprocess.Popen(
-                ["dvc", *(arguments or ("repro", "train"))],
-                cwd=workspace,
-                env=ENVIRONMENT | environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
 
-    @property
-    def output(self) -> str:
-        return self.path.read_text()
+def launcher_of(command: Command) -> psutil.Process:
+    (launcher,) = psutil.Process(command.process.pid).children()
+    return launcher
 
-    def until(self, pattern: str) -> str:
-        """Wait until its output, or its launcher's, which may outlive it, matches; returns the first group."""
-        wait_until(lambda: re.search(pattern, self.output) is not None, lambda: self.output)
-        return "".join(re.findall(pattern, self.output)[:1])
 
-    def ended(self) -> int:
-        return self.process.wait(timeout=120)
-
-    def launcher(self) -> psutil.Process:
-        (launcher,) = psutil.Process(self.process.pid).children()
-        return launcher
-
-    def kill(self) -> None:
-        """SIGKILL to dvc and to the launcher that waits."""
-        launcher = self.launcher()
-        self.process.kill()
-        launcher.kill()
-        self.process.wait()
+def kill(command: Command) -> None:
+    """SIGKILL to dvc and to the launcher that waits."""
+    launcher = launcher_of(command)
+    command.process.kill()
+    launcher.kill()
+    command.process.wait()
 
 
 def let_end(workspace: Path) -> None:

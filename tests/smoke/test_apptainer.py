@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.smoke.conftest import ENGINE, copy_of_checkout, environment
-from tests.smoke.test_seal import ATTEMPTS, COMMAND, trying
+from tests.smoke.conftest import ENGINE, copy_of_checkout, environment, train
+from tests.smoke.test_seal import ATTEMPTS, trying
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(ENGINE != "apptainer", reason="of Apptainer")]
 
@@ -18,17 +18,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.skipif(ENGINE != "apptainer", reas
 ORDINARY = ("unshare", "--map-user=1000", "--map-group=1000")
 
 
-def run(workspace: Path, stage: str, *before: str, **more: str) -> subprocess.CompletedProcess[str]:
-    (workspace / "stages/train.py").write_text(stage)
-    return subprocess.run(
-        [*before, *COMMAND], cwd=workspace, env=environment(**more), capture_output=True, text=True, check=False
-    )
-
-
 def test_an_ordinary_users_stage_may_do_as_little(playground: Path) -> None:
     attempts = [attempt for attempt, _ in ATTEMPTS]
     who = 'print(os.getuid(), [line for line in open("/proc/self/status") if line.startswith("CapEff")])'
-    result = run(playground, trying(attempts) + who, *ORDINARY)
+    result = train(playground, trying(attempts) + who, *ORDINARY)
     assert result.returncode == 0, result.stderr
     outcomes, said = result.stdout.splitlines()
     assert [attempt for attempt, error in json.loads(outcomes).items() if error is None] == []
@@ -44,7 +37,7 @@ os.mkdir("data/runs/r1-llm-only/trained")
 open("/tmp/scratch", "w").write("x")
 print(os.environ["HOME"], os.path.exists({str(tmp_path)!r}))
 """
-    result = run(playground, stage, *ORDINARY, HOME=str(tmp_path), APPTAINER_BIND=str(tmp_path))
+    result = train(playground, stage, *ORDINARY, HOME=str(tmp_path), APPTAINER_BIND=str(tmp_path))
     assert (result.returncode, result.stdout) == (0, "/tmp False\n"), result.stderr
     assert (playground / "data/runs/r1-llm-only/trained").stat().st_uid == os.getuid()
 

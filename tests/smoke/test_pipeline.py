@@ -12,7 +12,8 @@ import pytest
 from stages.core.provenance import Provenance
 from stages.kit.launcher.pipeline import declared_stages
 from stages.kit.publishing.check import check_published
-from tests.smoke.conftest import ENGINE, commit, copy_of_checkout, dvc, git
+from tests.kit.launcher.small_checkout import commit, run
+from tests.smoke.conftest import ENGINE, copy_of_checkout, dvc
 
 # The whole pipeline is run by the first test that looks at it.
 pytestmark = [pytest.mark.engine, pytest.mark.pipeline, pytest.mark.timeout(1200)]
@@ -34,7 +35,7 @@ def test_every_file_belongs_to_the_caller(finished: Path) -> None:
 
 
 def test_no_input_was_changed(finished: Path) -> None:
-    assert git(finished, "status", "--porcelain").split() == ["??", "dvc.lock"]
+    assert run(finished, "git", "status", "--porcelain").split() == ["??", "dvc.lock"]
 
 
 def test_only_declared_outputs_are_in_the_workspace(finished: Path) -> None:
@@ -104,5 +105,5 @@ def copy_of(finished: Path, tmp_path: Path) -> Path:
     """The finished workspace, its results committed, to try things in."""
     workspace = tmp_path / "a copy"
     subprocess.run(["cp", "--archive", finished, workspace], check=True)
-    commit(workspace, "results")
+    commit(workspace)
     return workspace

@@ -16,12 +16,10 @@ import psutil
 import pytest
 
 from stages.core.signals import ENDING
-from tests.kit.launcher.small_checkout import wait_until
-from tests.smoke.conftest import ENGINE, SECRETS, containers, environment
+from tests.kit.launcher.small_checkout import Command, wait_until
+from tests.smoke.conftest import COMMAND, ENGINE, SECRETS, containers, environment, train
 
 pytestmark = pytest.mark.engine
-
-COMMAND = ("docker/run", "train", "r1-llm-only")
 
 ASLEEP = f"{600 + os.getpid() / 1e7:f}"
 """Seconds that no other process of the machine sleeps, not even of other tests like these."""
@@ -41,12 +39,6 @@ subprocess.Popen(["sleep", "{ASLEEP}"])
 print("ready", flush=True)
 time.sleep(600)
 """
-
-
-def run(workspace: Path, stage: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """A train stage of this code, in a container."""
-    (workspace / "stages/train.py").write_text(stage)
-    return subprocess.run(COMMAND, cwd=workspace, env=environment(**more), capture_output=True, text=True, check=False)
 
 
 HELPERS = """
@@ -120,7 +112,7 @@ print(json.dumps({{attempt: outcome(attempt) for attempt in {attempts!r}}}))
 @pytest.fixture(scope="module")
 def outcomes(playground: Path) -> dict[str, str | None]:
     """The outcome of each attempt; all of them are made in one container."""
-    result = run(playground, trying([attempt for attempt, _ in (*ATTEMPTS, *TOO_LARGE)]))
+    result = train(playground, trying([attempt for attempt, _ in (*ATTEMPTS, *TOO_LARGE)]))
     assert result.returncode == 0, result.stderr
     said: dict[str, str | None] = json.loads(result.stdout)
     return said
@@ -133,13 +125,13 @@ def test_forbidden_attempt_fails(outcomes: dict[str, str | None], attempt: str, 
 
 def test_undeclared_output_is_refused(playground: Path) -> None:
     """Links and special files among outputs: tests/kit/launcher/test_container.py."""
-    result = run(playground, "open('data/runs/r1-llm-only/notes', 'w')")
+    result = train(playground, "open('data/runs/r1-llm-only/notes', 'w')")
     assert (result.returncode, "which dvc.yaml does not declare" in result.stderr) == (1, True), result.stderr
     assert not (playground / "data/runs/r1-llm-only/notes").exists()
 
 
 def test_stage_has_no_capability_and_cannot_get_one(playground: Path) -> None:
-    result = run(playground, "print(open('/proc/self/status').read())")
+    result = train(playground, "print(open('/proc/self/status').read())")
     status = dict(line.split(":\t", 1) for line in result.stdout.splitlines() if ":\t" in line)
     assert {name: int(status[name], 16) for name in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == dict.fromkeys(
         ("CapEff", "CapPrm", "CapBnd", "CapAmb"), 0
@@ -218,7 +210,7 @@ def test_fork_bomb_and_greed_end_at_the_limits_of_the_container(playground: Path
     params = (playground / "params.yaml").read_text()
     try:
         (playground / "params.yaml").write_text(params + "containers: {processes: 100, memory_gb: 0.4}\n")
-        result = run(playground, BOMB)
+        result = train(playground, BOMB)
     finally:
         (playground / "params.yaml").write_text(params)
     count, *_ = re.findall(r"^(\d+) .*Resource temporarily unavailable", result.stdout, re.MULTILINE)
@@ -226,48 +218,25 @@ def test_fork_bomb_and_greed_end_at_the_limits_of_the_container(playground: Path
     assert (result.returncode, "train r1-llm-only ran out of memory" in result.stderr) == (1, True), result.stderr
 
 
-class Running:
-    """A launcher whose stage waits, started by some command in a session of its own."""
-
-    def __init__(self, workspace: Path, log_path: Path, *command: str, stage: str = WAITING, **options: Any) -> None:
-        (workspace / "stages/train.py").write_text(stage)
-        self.log_path = log_path
-        with log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=workspace,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                **{"env": environment(), **options},
-            )
-
-    def log(self) -> str:
-        return self.log_path.read_text()
-
-    def family(self) -> list[psutil.Process]:
-        parent = psutil.Process(self.process.pid)
-        return [parent, *parent.children(recursive=True)]
-
-
-Start = Callable[..., Running]
+Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(playground: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts a waiting stage, and waits until it runs."""
+def start(playground: Path) -> Iterator[Start]:
+    """Starts a waiting stage by some command, and waits until it runs."""
     started = []
 
-    def start(*command: str, **options: Any) -> Running:
-        started.append(Running(playground, tmp_path / "log", *command, **options))
-        wait_until(lambda: "ready" in started[-1].log(), started[-1].log)
+    def start(*command: str, stage: str = WAITING, **options: Any) -> Command:
+        (playground / "stages/train.py").write_text(stage)
+        started.append(Command(playground, *command, **{"env": environment(), **options}))
+        started[-1].until("ready")
         return started[-1]
 
     yield start
-    for running in started:
+    for command in started:
         with suppress(ProcessLookupError):
-            os.killpg(running.process.pid, signal.SIGKILL)
-        running.process.wait()
+            os.killpg(command.process.pid, signal.SIGKILL)
+        command.process.wait()
 
 
 def nothing_runs(workspace: Path) -> bool:
@@ -296,14 +265,15 @@ def test_stage_whose_launcher_or_dvc_ends_saves_once_and_leaves_nothing(
     running.process.send_signal(number)
     code = running.process.wait()
     assert code == 75 or command == DVC or number == signal.SIGKILL
-    wait_until(lambda: f"saved on {saved_on.name}" in running.log())
+    running.until(f"saved on {saved_on.name}")
     wait_until(lambda: nothing_runs(playground))
-    assert running.log().count("saved on") == 1
+    assert running.output.count("saved on") == 1
 
 
 def test_launcher_killed_with_the_client_leaves_nothing(start: Start, playground: Path) -> None:
     """The kernel does so when memory runs out, and so do people who kill a whole process tree."""
-    for process in start(*COMMAND).family():
+    launcher = psutil.Process(start(*COMMAND).process.pid)
+    for process in (launcher, *launcher.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):  # Apptainer's go with their parent
             process.kill()
     wait_until(lambda: nothing_runs(playground))
@@ -314,7 +284,7 @@ def test_ctrl_c_on_dvc_lets_the_stage_save_and_leaves_nothing(start: Start, play
     os.killpg(running.process.pid, signal.SIGINT)  # as a terminal sends it: to dvc and the launcher alike
     assert running.process.wait() != 0
     wait_until(lambda: nothing_runs(playground))
-    assert re.findall("saved on .*", running.log()) == ["saved on SIGINT"]
+    assert re.findall("saved on .*", running.output) == ["saved on SIGINT"]
 
 
 @pytest.mark.parametrize("command", [COMMAND, DVC])
@@ -325,7 +295,7 @@ def test_closed_terminal_leaves_nothing(start: Start, playground: Path, command:
     os.close(terminal)
     os.close(main)
     wait_until(lambda: nothing_runs(playground))
-    assert running.log().count("saved on") == 1
+    assert running.output.count("saved on") == 1
 
 
 def test_stage_that_ran_out_of_memory_is_restarted(
@@ -334,7 +304,7 @@ def test_stage_that_ran_out_of_memory_is_restarted(
     running = start(*COMMAND, stage=GREEDY)
     (container,) = containers(playground)
     limit_memory(container)
-    assert running.process.wait() == 0, running.log()
-    assert "ready r1-llm-only --attempt 1" in running.log()
-    assert "train r1-llm-only ran out of memory; restarting it with micro_batch 4 -> 2" in running.log()
+    assert running.process.wait() == 0, running.output
+    assert "ready r1-llm-only --attempt 1" in running.output
+    assert "train r1-llm-only ran out of memory; restarting it with micro_batch 4 -> 2" in running.output
     wait_until(lambda: nothing_runs(playground))

@@ -18,12 +18,14 @@ from tests.kit.launcher.small_checkout import notes, run, set_gpus, wait_until
 from tests.smoke.slurm_jobs import (
     ENVIRONMENT,
     NEEDS_SLURM,
-    Command,
     jobs,
+    kill,
+    launcher_of,
     let_end,
     make_workspace,
     num_ended,
     occupied,
+    repro,
     set_params,
     trained,
 )
@@ -51,7 +53,7 @@ def workspace(tmp_path: Path) -> Path:
 
 
 def test_job_shows_its_output_and_dvc_stores_its_results(workspace: Path) -> None:
-    command = Command(workspace)
+    command = repro(workspace)
     command.until("the stage speaks")
     ((number, state),) = jobs().items()
     assert state == "RUNNING"
@@ -84,15 +86,15 @@ def test_stage_computes_on_the_gpu_that_slurm_assigned(workspace: Path) -> None:
 @pytest.mark.parametrize("phase", ["pending", "running", "ended"])
 def test_launcher_killed_with_dvc_reattaches_and_submits_no_second_job(workspace: Path, phase: str) -> None:
     first_in_queue = occupied(workspace) if phase == "pending" else None
-    command = Command(workspace)
+    command = repro(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until("waits in the queue" if first_in_queue else "the stage speaks")
-    command.kill()
+    kill(command)
     if phase == "ended":
         let_end(workspace)
         wait_until(lambda: jobs() == {})
         assert not (workspace / "data/trained").exists(), "put aside, where dvc does not remove it"
-    again = Command(workspace)
+    again = repro(workspace)
     again.until({"ended": "collecting the outputs of its job"}.get(phase, f"reattached to job {number}, {phase}"))
     if first_in_queue:
         subprocess.run(["scancel", first_in_queue], check=True)
@@ -106,9 +108,9 @@ def test_launcher_killed_with_dvc_reattaches_and_submits_no_second_job(workspace
 
 
 def test_launcher_killed_while_it_published_leaves_no_half_result(workspace: Path) -> None:
-    command = Command(workspace)
+    command = repro(workspace)
     command.until("the stage speaks")
-    command.kill()
+    kill(command)
     let_end(workspace)
     wait_until(lambda: jobs() == {})
     (aside,) = (workspace / "data/.outputs/train").glob("job-*/outputs")
@@ -119,18 +121,18 @@ def test_launcher_killed_while_it_published_leaves_no_half_result(workspace: Pat
 
 
 def test_closed_terminal_and_end_of_dvc_leave_the_job_running(workspace: Path) -> None:
-    command = Command(workspace)
+    command = repro(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until("the stage speaks")
     os.killpg(command.process.pid, signal.SIGHUP)
     command.until(f"detached from job {number}; run the same command to reattach")
     command.ended()
-    second = Command(workspace)
+    second = repro(workspace)
     second.until(f"reattached to job {number}, running")
     second.process.terminate()  # dvc alone
     second.until(f"detached from job {number}")
     second.ended()
-    third = Command(workspace)
+    third = repro(workspace)
     third.until(f"reattached to job {number}, running")
     os.killpg(third.process.pid, signal.SIGTERM)  # as a reboot does
     third.until(f"detached from job {number}")
@@ -142,7 +144,7 @@ def test_closed_terminal_and_end_of_dvc_leave_the_job_running(workspace: Path) -
 
 
 def test_ctrl_c_has_the_stage_save_and_the_same_command_resumes(workspace: Path) -> None:
-    command = Command(workspace)
+    command = repro(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until("the stage speaks")
     os.killpg(command.process.pid, signal.SIGINT)
@@ -157,9 +159,9 @@ def test_ctrl_c_has_the_stage_save_and_the_same_command_resumes(workspace: Path)
 
 def test_ctrl_c_withdraws_a_waiting_job_and_ends_one_that_ignores_it(workspace: Path) -> None:
     before = occupied(workspace)
-    waiting = Command(workspace)
+    waiting = repro(workspace)
     waiting.until("waits in the queue: (Resources|Priority)\n")
-    waiting.launcher().send_signal(signal.SIGINT)
+    launcher_of(waiting).send_signal(signal.SIGINT)
     assert waiting.ended() != 0
     assert "was waiting in the queue, and is withdrawn" in waiting.output
     assert set(jobs()) == {before}
@@ -167,24 +169,24 @@ def test_ctrl_c_withdraws_a_waiting_job_and_ends_one_that_ignores_it(workspace: 
     (workspace / "stages/train.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(300)"
     )
-    deaf = Command(workspace)
+    deaf = repro(workspace)
     deaf.until("deaf")
-    deaf.launcher().send_signal(signal.SIGINT)
+    launcher_of(deaf).send_signal(signal.SIGINT)
     deaf.until("asking job")
     time.sleep(2)  # two within this time are one request
-    deaf.launcher().send_signal(signal.SIGINT)
+    launcher_of(deaf).send_signal(signal.SIGINT)
     deaf.until(r"ending job \d+ now")
     assert deaf.ended() != 0
     wait_until(lambda: jobs() == {})
 
 
 def test_changed_setting_cancels_the_running_job(workspace: Path) -> None:
-    command = Command(workspace)
+    command = repro(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until("the stage speaks")
-    command.kill()
+    kill(command)
     set_params(workspace, seed=7)
-    changed = Command(workspace)
+    changed = repro(workspace)
     changed.until(f"cancelling job {number}: its inputs, settings or code")
     let_end(workspace)
     assert changed.ended() == 0, changed.output
@@ -194,7 +196,7 @@ def test_changed_setting_cancels_the_running_job(workspace: Path) -> None:
 def test_training_is_requeued_when_the_time_of_its_job_is_over(workspace: Path) -> None:
     """Slurm's own limit of a minute, and its signal before that."""
     set_params(workspace, partition="short", minutes=1, save_seconds=58)
-    command = Command(workspace)
+    command = repro(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until(f"launcher: job {number} goes back into the queue, and resumes from there")
     wait_until(lambda: notes(workspace).count("begin None None") == 2)
@@ -207,7 +209,7 @@ def test_training_is_requeued_when_the_time_of_its_job_is_over(workspace: Path) 
 
 def test_training_that_saves_nothing_in_its_time_is_not_requeued(workspace: Path) -> None:
     set_params(workspace, partition="short", save_seconds=58)
-    command = Command(workspace, OMP_FORGETS="1")
+    command = repro(workspace, OMP_FORGETS="1")
     assert command.ended() != 0
     assert "the time of its job was over before it saved a new checkpoint; increase slurm" in command.output, (
         command.output
@@ -224,7 +226,7 @@ def test_impossible_job_is_refused_with_slurms_reason(workspace: Path) -> None:
 
 def test_held_and_cancelled_jobs_are_reported(workspace: Path) -> None:
     set_params(workspace, options=["--hold"])
-    command = Command(workspace)
+    command = repro(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until(f"job {number} waits in the queue: JobHeldUser; for details: scontrol")
     subprocess.run(["scontrol", "release", number], check=True)

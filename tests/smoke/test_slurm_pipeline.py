@@ -15,7 +15,7 @@ from stages.core.lineage import folder_digest
 from stages.kit.launcher.pipeline import declared_stages
 from tests.documents import write_yaml
 from tests.kit.launcher.small_checkout import commit, run, wait_until
-from tests.smoke.slurm_jobs import ENVIRONMENT, NEEDS_SLURM, Command, jobs, let_end, make_workspace
+from tests.smoke.slurm_jobs import ENVIRONMENT, NEEDS_SLURM, jobs, let_end, make_workspace, repro
 from tests.workspaces import (
     CHAIN,
     RECIPE,
@@ -60,7 +60,7 @@ def test_experiments_in_a_clone_and_in_the_queue_run_as_jobs(workspace: Path, ho
 
 def test_a_job_that_nothing_would_find_again_is_asked_to_end(workspace: Path) -> None:
     """DVC makes another clone for the next experiment."""
-    command = Command(workspace, "exp", "run", "--temp", "-S", "seed=7", "train")
+    command = repro(workspace, "exp", "run", "--temp", "-S", "seed=7", "train")
     number = command.until(r"launcher: job (\d+)")
     command.until("the stage speaks")
     command.process.kill()

@@ -8,7 +8,6 @@ so that a path in a log, a lineage or a link means the same inside and outside.
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import os
 import re
@@ -30,6 +29,7 @@ from stages.core.environment import CERTIFICATES, container_environment
 from stages.core.errors import UserError, join_truncated
 from stages.core.given_files import CACHE_VARIABLE, cache_dir, stays_inside
 from stages.core.provenance import Machine
+from stages.kit.launcher.gpus import try_lock
 from stages.kit.launcher.inside import LAUNCHER_LOCK, READY
 from stages.kit.launcher.pipeline import DeclaredStage, Request
 from stages.kit.launcher.process import Ended, Image, forwarded_signals
@@ -55,16 +55,18 @@ class Outputs:
     def __init__(self, stage: DeclaredStage, workspace_dir: Path, *, node: int = 0) -> None:
         """node: index of the machine; only the first one's outputs are taken."""
         self.stage, self.workspace_dir = stage, workspace_dir
-        run_dir = workspace_dir / ASIDE_DIR / stage.name / (f"node-{node}" if node else "")
-        self.lock_path = run_dir / "lock"
+        own_dir = workspace_dir / ASIDE_DIR / stage.name / (f"node-{node}" if node else "")
+        self.lock_path = own_dir / "lock"
         """Locked (flock) as long as the launcher lives."""
-        self.ready_path = run_dir / "ready"
+        self.run_dir = own_dir / "run"
+        """Of one run: all that follows."""
+        self.ready_path = self.run_dir / "ready"
         """Written by the container when it handles signals."""
-        self.view_dir = run_dir / "view"
+        self.view_dir = self.run_dir / "view"
         """The workspace as the stage sees it: empty files and folders, on which everything else is mounted."""
-        self.written_dir = run_dir / "written"
+        self.written_dir = self.run_dir / "written"
         """The files that the stage writes, under their paths in the workspace."""
-        self.scratch_dir = run_dir / "scratch"
+        self.scratch_dir = self.run_dir / "scratch"
         """For an engine that keeps /tmp on a disk."""
 
     @property
@@ -80,21 +82,16 @@ class Outputs:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Make empty folders for the outputs, and remove them at the end, whether the stage succeeds or not."""
-        temporary = (self.view_dir, self.written_dir, self.scratch_dir, self.ready_path)
-        for path in temporary:
-            remove(path)  # left by a killed launcher
+        remove(self.run_dir)  # left by a killed launcher
         try:
-            self.view_dir.mkdir(parents=True)
+            for folder in (self.view_dir, self.written_dir, *(self.written_dir / folder for folder in self.folders)):
+                folder.mkdir(parents=True, exist_ok=True)
             self.scratch_dir.mkdir(mode=0o700)
-            for folder in self.folders:
-                (self.written_dir / folder).mkdir(parents=True)
-            self.written_dir.mkdir(exist_ok=True)
             self.lock_path.touch()
             self.ready_path.touch()
             yield
         finally:
-            for path in temporary:
-                remove(path)
+            remove(self.run_dir)
 
     def take(self, inputs: list[Path]) -> None:
         """Move the outputs to their places, replacing what is there.
@@ -145,15 +142,11 @@ def locked(path: Path, refusal: str, *, patience_s: float = 0.0) -> Iterator[Tex
     """Hold the lock of a file. Raises UserError with the refusal if another process holds it for longer than that."""
     path.parent.mkdir(parents=True, exist_ok=True)
     patience_ends = time.monotonic() + patience_s
-    with path.open("a") as lock:  # the file stays: were it removed, two launchers could each lock one of its name
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= patience_ends:
-                    raise UserError(refusal) from None
-                time.sleep(0.2)
+    while (lock := try_lock(path)) is None:
+        if time.monotonic() >= patience_ends:
+            raise UserError(refusal)
+        time.sleep(0.2)
+    with lock:  # the file stays: were it removed, two launchers could each lock one of its name
         yield lock
 
 

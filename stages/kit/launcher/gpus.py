@@ -171,7 +171,9 @@ def leased_gpus(
                 free = [gpu for gpu in gpus if gpu.is_free and gpu.index not in held]
                 if len(free) >= count:
                     for gpu in free[:count]:
-                        lock = locks.enter_context(_locked(locks_dir / gpu.uuid))
+                        lock = try_lock(locks_dir / gpu.uuid)
+                        assert lock is not None
+                        locks.enter_context(lock)
                         lock.truncate(0)
                         lock.write(f"{holder} (pid {os.getpid()}, since {datetime.now().astimezone():%Y-%m-%d %H:%M})")
                         lock.flush()
@@ -215,24 +217,23 @@ def leasable(gpus: Sequence[Gpu], *, visible: str | None, count: int, holder: st
     )
 
 
-def _locked(path: Path) -> TextIO:
-    """The lock file of a GPU, locked as long as it is open. Raises BlockingIOError if somebody else holds it."""
-    lock = path.open("a")  # not "w": the holder's name stays until there is another
+def try_lock(path: Path) -> TextIO | None:
+    """A file, locked (flock) as long as it is open; None if somebody else holds its lock."""
+    lock = path.open("a")  # not "w": what the holder wrote stays until there is another
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise
+        return None
     return lock
 
 
 def _holder(path: Path) -> str | None:
     """The holder of the lease of a GPU, by its lock file; None if nobody has it."""
-    try:
-        _locked(path).close()
-    except BlockingIOError:
-        return path.read_text()
-    return None
+    if lock := try_lock(path):
+        lock.close()
+        return None
+    return path.read_text()
 
 
 def _visible(gpus: Sequence[Gpu], visible: str) -> list[Gpu]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,34 @@ def run(workspace: Path, *command: str, code: int | None = 0, **environment: str
     )
     assert code in (None, ended.returncode), ended.stdout
     return ended.stdout
+
+
+class Command:
+    """A command that was started in a workspace, in a session of its own; its output goes to a file."""
+
+    def __init__(self, workspace: Path, *command: str | Path, env: Mapping[str, str], **options: Any) -> None:
+        self.path = workspace.with_name(f"output-{time.monotonic_ns()}")
+        with self.path.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=dict(env),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                **{"cwd": workspace, **options},
+            )
+
+    @property
+    def output(self) -> str:
+        return self.path.read_text()
+
+    def until(self, pattern: str) -> str:
+        """Wait until its output, or its launcher's, which may outlive it, matches; returns the first group."""
+        wait_until(lambda: re.search(pattern, self.output) is not None, lambda: self.output)
+        return "".join(re.findall(pattern, self.output)[:1])
+
+    def ended(self) -> int:
+        return self.process.wait(timeout=120)
 
 
 def commit(workspace: Path) -> None:

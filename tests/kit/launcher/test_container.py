@@ -162,7 +162,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def test_declared_outputs_replace_the_old_ones(workspace: Path, outputs: Outputs) -> None:
-    write(workspace / "data/.outputs/train@r1/written/data/runs/r1/trained/half", "left by a killed launcher")
+    write(workspace / "data/.outputs/train@r1/run/written/data/runs/r1/trained/half", "left by a killed launcher")
     with outputs.aside():
         write_outputs(outputs)
         outputs.take([])
@@ -234,7 +234,7 @@ def test_place_of_an_input_does_not_pass_for_an_output(workspace: Path, outputs:
 def test_outputs_have_plain_modes_within_the_callers_umask(
     workspace: Path, outputs: Outputs, umask: int, modes: tuple[int, int]
 ) -> None:
-    left = workspace / "data/.outputs/train@r1/written/data/locked"
+    left = workspace / "data/.outputs/train@r1/run/written/data/locked"
     write(left / "file", "left by a killed launcher")
     left.chmod(0o500)
     before, trained = os.umask(umask), workspace / "data/runs/r1/trained"

@@ -156,31 +156,26 @@ def test_docker_seals_a_stage_and_runs_the_image_by_its_digest(docker: Path, wor
     assert "BAKEOFF_IMAGE=sha256:0123" in options(call, "--env")
 
 
-def test_apptainer_seals_a_stage_and_its_tmp_is_temporary(apptainer: Path, workspace: Path) -> None:
+def test_apptainer_seals_a_stage_and_its_tmp_is_temporary(
+    apptainer: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted = ("/", "/proc", "/sys", "/sys/kernel/debug", "/proc/sys/fs/binfmt_misc")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: [SimpleNamespace(mountpoint=path) for path in mounted])
     call, _ = the_run(apptainer, workspace, "apptainer")
     assert {"--containall", "--cleanenv", "--no-home", "--no-eval", "--no-privs", "--net"} <= set(call)
-    assert {("--network", "none"), ("--pwd", str(workspace)), SECCOMP} <= set(pairwise(call))
+    pairs = {("--network", "none"), ("--pwd", str(workspace)), ("--no-mount", "bind-paths,hostfs,sys"), SECCOMP}
+    assert pairs <= set(pairwise(call))
     assert not {"--bind", "-B", "--writable", "--writable-tmpfs", "--fakeroot", "--keep-privs", "--nv"} & set(call)
     sif = sif_path(workspace / IMAGES_DIR, image_reference(workspace, "cpu"))
     assert call[call.index(str(sif)) :][1:] == ["env", "HOME=/tmp", *INSIDE]
     (scratch,) = map(Path, options(call, "--workdir"))
     assert scratch.is_relative_to(workspace / "data/.outputs")
     assert not scratch.exists()
-
-
-def test_kernel_settings_are_read_only_with_what_is_mounted_inside(
-    apptainer: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = ("/", "/proc", "/sys", "/sys/kernel/debug", "/proc/sys/fs/binfmt_misc")
-    mounted = [SimpleNamespace(mountpoint=path) for path in places]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: mounted)
-    call, _ = the_run(apptainer, workspace, "apptainer")
-    assert ("--no-mount", "bind-paths,hostfs,sys") in set(pairwise(call))
+    # Settings of the kernel are read-only, with what is mounted inside.
     found = [argument for argument in call if re.search("target=/(proc|sys)", argument)]
-    assert all(value.endswith(",readonly") for value in found)
-    settings, inside = (f"type=bind,source={path},target={path},readonly" for path in ("/proc/sys", places[-1]))
+    assert all(value.endswith(",readonly") and "debug" not in value for value in found)
+    settings, inside = (f"type=bind,source={path},target={path},readonly" for path in ("/proc/sys", mounted[-1]))
     assert found.index(settings) < found.index(inside)
-    assert not any("debug" in value for value in found)
 
 
 GPUS = tuple(Gpu(index=index, uuid=f"GPU-{letter}", name="H100", minor=index) for index, letter in enumerate("ab"))

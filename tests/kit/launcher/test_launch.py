@@ -11,7 +11,6 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.kit.evaluation.vllm import environment
 from stages.kit.launcher import launch as launcher
@@ -174,32 +173,20 @@ def test_only_a_source_on_the_hub_has_the_network(source: str, folder: Path | No
         assert (other.source_dir, other.network) == (None, False)
 
 
-def test_dependencies_that_dvc_yaml_lacks_are_refused_with_the_lines_to_add(tmp_path: Path) -> None:
-    raw = YAML(typ="safe").load(ROOT / "params.yaml")
-    raw["builds"]["moe"]["experts"].append({"recipe": "moe-dense", "domain": "all"})
-    datasets = raw["profiles"]["tiny"]["datasets"]
-    datasets["more"] = datasets["qmsum"]
-    datasets["both-domains"]["mix"]["more"] = 5
-    write_yaml(raw, tmp_path / "params.yaml")
-    shutil.copy(ROOT / "dvc.yaml", tmp_path)
-    params = load_params(tmp_path / "params.yaml")
-
-    def look(stage: str, name: str) -> None:
-        refuse_missing_deps(request(stage, name, params=params, workspace=tmp_path))
-
-    look("prepare", "qmsum")
-    with pytest.raises(UserError, match=r"(?s)build@moe needs .*data/runs/moe-dense/merged") as build:
-        look("build", "moe")
-    with pytest.raises(UserError, match=r"(?s)prepare@both-domains needs .*data/prepared/more") as mix:
-        look("prepare", "both-domains")
-    pipeline = YAML(typ="safe").load(tmp_path / "dvc.yaml")
-    for error in (build, mix):
-        for where, line in re.findall(r"^  stages\.(\S+):  - (\S+)$", error.value.message, re.MULTILINE):
-            stage, _, key = where.split(".")
-            pipeline["stages"][stage]["do"][key].append(line)
-    write_yaml(pipeline, tmp_path / "dvc.yaml")
-    look("build", "moe")
-    look("prepare", "both-domains")
+def test_dependencies_that_dvc_yaml_lacks_are_refused_with_the_lines_to_add() -> None:
+    build, mix = PARAMS.builds["moe"], PARAMS.active.datasets
+    more = replace(build, experts=(*build.experts, replace(build.experts[0], recipe="moe-dense")))
+    both = replace(mix["both-domains"], mix={**(mix["both-domains"].mix or {}), "more": 5})
+    profile = replace(PARAMS.active, datasets={**mix, "both-domains": both})
+    params = replace(PARAMS, builds={"moe": more}, profiles={PARAMS.profile: profile})
+    for stage, name, lines in (
+        ("build", "moe", ("deps:  - data/runs/moe-dense/merged", "params:  - recipes.moe-dense")),
+        ("prepare", "both-domains", ("deps:  - data/prepared/more",)),
+    ):
+        refuse_missing_deps(request(stage, name))
+        with pytest.raises(UserError) as refusal:
+            refuse_missing_deps(request(stage, name, params=params))
+        assert all(f"stages.{stage}.do.{line}" in refusal.value.message for line in lines)
 
 
 def test_online_tracking_is_refused_in_a_container_alone() -> None:

@@ -17,7 +17,7 @@ from stages.core.signals import ENDING
 from stages.kit.launcher import process
 from stages.kit.launcher.engines import ENGINES
 from stages.kit.launcher.process import ProcessEngine, oom_kills
-from tests.kit.launcher.small_checkout import commit, notes, request_of, run, small_checkout, wait_until
+from tests.kit.launcher.small_checkout import Command, commit, notes, request_of, run, small_checkout, wait_until
 
 STAGE = """
 import os, signal, subprocess, sys, time
@@ -54,7 +54,7 @@ WAITING_CALLER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
 CALLER = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, "BAKEOFF_ENGINE": "process"}
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
 
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., Command]
 
 
 @pytest.fixture
@@ -70,26 +70,17 @@ def start(workspace: Path, tmp_path: Path) -> Iterator[Start]:
     """Calls docker/run from another folder, with this test's own Python; kills what is left at the end."""
     started = []
 
-    def start(*args: str, **environment: str) -> subprocess.Popen[str]:
-        launcher = subprocess.Popen(
-            [workspace / "docker/run", *args],
-            cwd=tmp_path,
-            env={**CALLER, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(launcher)
-        return launcher
+    def start(*args: str, **environment: str) -> Command:
+        started.append(Command(workspace, workspace / "docker/run", *args, env=CALLER | environment, cwd=tmp_path))
+        return started[-1]
 
     yield start
-    for launcher in started:
-        launcher.kill()
+    for command in started:
+        command.process.kill()
+        command.process.wait()
     for pid in noted_pids(workspace):
         with suppress(psutil.NoSuchProcess):
             psutil.Process(pid).kill()
-    for launcher in started:
-        launcher.communicate()
 
 
 def noted_pids(workspace: Path) -> list[int]:
@@ -100,20 +91,20 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def started_and_ready(start: Start, workspace: Path, *args: str, **environment: str) -> subprocess.Popen[str]:
+def started_and_ready(start: Start, workspace: Path, *args: str, **environment: str) -> Command:
     launcher = start("train", "wait", *args, **environment)
     wait_until(lambda: "ready" in notes(workspace))
     return launcher
 
 
 def test_exit_code_is_the_stages_and_a_failure_is_not_repeated(start: Start, workspace: Path) -> None:
-    assert start("train", "exit", "3").wait() == 3
-    assert start("train", "signal", "9").wait() == 128 + 9
+    assert start("train", "exit", "3").ended() == 3
+    assert start("train", "signal", "9").ended() == 128 + 9
     assert notes(workspace).count("once") == 1
 
 
 def test_stage_has_its_own_options_and_workspace_and_no_secret(start: Start, workspace: Path) -> None:
-    assert start("train", "report", "--help", "-x", GITHUB_TOKEN="secret").wait() == 0
+    assert start("train", "report", "--help", "-x", GITHUB_TOKEN="secret").ended() == 0
     assert notes(workspace) == [str(workspace), str(Path(sys.prefix) / "bin/python"), "None", "['--help', '-x']"]
 
 
@@ -122,8 +113,8 @@ def test_signal_reaches_the_stage_once_and_it_ends_its_own_way(
     start: Start, workspace: Path, number: signal.Signals
 ) -> None:
     launcher = started_and_ready(start, workspace, "saving")
-    launcher.send_signal(number)
-    assert launcher.wait() == 75
+    launcher.process.send_signal(number)
+    assert launcher.ended() == 75
     assert notes(workspace)[-1] == f"signal {int(number)}"
 
 
@@ -132,8 +123,8 @@ def test_signal_reaches_the_stage_once_and_it_ends_its_own_way(
 )
 def test_ended_launcher_leaves_no_process(start: Start, workspace: Path, number: signal.Signals, what: str) -> None:
     launcher = started_and_ready(start, workspace, what)
-    launcher.send_signal(number)
-    assert launcher.wait() == (128 + number if what == "worker" else -number)
+    launcher.process.send_signal(number)
+    assert launcher.ended() == (128 + number if what == "worker" else -number)
     wait_until(lambda: all(map(is_gone, noted_pids(workspace))))
     assert (notes(workspace)[-1] == f"signal {int(signal.SIGTERM)}") == (what == "saving")
 
@@ -180,7 +171,7 @@ def test_finished_checkpoints_are_removed_once_dvc_has_stored_the_training(
         ("merge", of_dvc, names - {"r1-llm-only/finished"}),
     ):
         (workspace / f"stages/{stage}.py").write_text("")
-        assert start(stage, "r1-llm-only", DVC_ROOT=str(tmp_path / "repository"), **how).wait() == 0
+        assert start(stage, "r1-llm-only", DVC_ROOT=str(tmp_path / "repository"), **how).ended() == 0
         assert {str(path.relative_to(checkpoints)) for path in checkpoints.glob("*/*")} == left
 
 
@@ -188,11 +179,10 @@ def test_stage_runs_once_at_a_time(start: Start, workspace: Path) -> None:
     (workspace / "dvc.yaml").write_text("stages: {train@wait: {cmd: docker/run train, outs: [data/x]}}")
     first = started_and_ready(start, workspace)
     second = start("train", "wait")
-    _, errors = second.communicate()
-    assert second.returncode == 1
-    assert "train@wait is already running in this workspace" in errors
+    assert second.ended() == 1
+    assert "train@wait is already running in this workspace" in second.output
     assert notes(workspace).count("ready") == 1
-    first.terminate()
+    first.process.terminate()
 
 
 @pytest.mark.parametrize(
@@ -210,9 +200,8 @@ def test_unknown_engine_and_incomplete_environment_are_refused(
     (workspace / ".venv/bin/python").symlink_to(sys.executable)
     (workspace / ".venv/.bakeoff/incomplete").touch()
     launcher = start("train", "exit", "0", **environment)
-    _, errors = launcher.communicate()
-    assert launcher.returncode == 1
-    assert message in errors
+    assert launcher.ended() == 1
+    assert message in launcher.output
 
 
 @pytest.mark.parametrize("copy", ["clone", "worktree"])
@@ -229,7 +218,7 @@ def test_clone_and_git_worktree_use_the_environment_of_their_checkout(
         run(checkout, "git", "worktree", "add", "--quiet", str(tmp_path / "worktree"))
         shutil.copy(tmp_path / "worktree/.git", workspace / ".git")
     root = {"DVC_ROOT": str(checkout)} if copy == "clone" else {}
-    assert start("train", "report", VIRTUAL_ENV="", **root).wait() == 0
+    assert start("train", "report", VIRTUAL_ENV="", **root).ended() == 0
     assert notes(workspace)[:2] == [str(workspace), str(checkout / ".venv/bin/python")]
 
 
@@ -238,8 +227,8 @@ def test_stage_that_was_asked_to_end_is_not_restarted(start: Start, workspace: P
     (workspace / "stages/train.py").write_text(STAGE.replace("75", "79"))
     (workspace / "data/runs/r1-llm-only").rename(workspace / "data/runs/wait")
     launcher = started_and_ready(start, workspace, "saving")
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait() == 128 + signal.SIGINT
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.ended() == 128 + signal.SIGINT
     assert notes(workspace).count("ready") == 1
 
 
