@@ -17,6 +17,7 @@ from ruamel.yaml import YAML
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
 from tests import ROOT
+from tests.kit.launcher.small_checkout import Command
 from tools.verify.rerun import unequal_files
 
 RECIPE = "r1-llm-only"
@@ -62,25 +63,15 @@ class Workspace:
 
     def python(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
         """Run a command to its end. meanwhile: called with the process once it has started."""
-        log_path = self.folder.with_name(f"{self.folder.name}.log")
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                [self.environment["PYTHON"], *arguments],
-                cwd=self.folder,
-                env=dict(self.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                if meanwhile is not None:
-                    meanwhile(process)
-                process.wait(LIMIT_S)
-            finally:
-                left = self.wait_for_processes(0 if process.poll() is None else GRACE_S)
-        output = log_path.read_text(encoding="utf-8", errors="replace")
-        return Ended(command=" ".join(arguments), code=process.returncode, output=output, left_running=left)
+        command = Command(self.folder, self.environment["PYTHON"], *arguments, env=self.environment)
+        process = command.process
+        try:
+            if meanwhile is not None:
+                meanwhile(process)
+            process.wait(LIMIT_S)
+        finally:
+            left = self.wait_for_processes(0 if process.poll() is None else GRACE_S)
+        return Ended(command=" ".join(arguments), code=process.returncode, output=command.output, left_running=left)
 
     def wait_for_processes(self, seconds: float) -> tuple[str, ...]:
         """Wait until no process works in the workspace; those that still do are killed and returned."""

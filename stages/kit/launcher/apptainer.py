@@ -65,11 +65,8 @@ class ApptainerEngine(SealedEngine):
         paths = [sif_path(folder, reference) for folder in folders]
         if path := next((path for path in paths if path.is_file()), None):
             return cls(name=name, sif_path=path, image=(reference, recorded_digest(path)))
-        others = sorted(path.name for folder in folders for path in folder.glob(f"{target}-*.sif"))
         raise NotUsable(
-            f"apptainer has no image {paths[0]}"
-            + (f" (there is {others[-1]}, built from other locks)" if others else "")
-            + f"; build it with: make image ENGINE=apptainer TARGET={target}"
+            f"apptainer has no image {paths[0]}; build it with: make image ENGINE=apptainer TARGET={target}"
         )
 
     def run_container(self, request: Request, found: list[Mount], outputs: Outputs) -> int:

@@ -166,6 +166,7 @@ class JobDir:
         self.folder = folder
         self.log_path = folder / "log"
         self.cancel_path = folder / "cancel"
+        self.facts_path = folder / "facts.json"
         self.outputs_dir = folder / "outputs"
 
     def end(self) -> int | None:
@@ -174,18 +175,6 @@ class JobDir:
             return int((self.folder / "end").read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-
-    def renew(self, facts: Mapping[str, object]) -> None:
-        """Empty the folder, and note what the new job is submitted for."""
-        remove(self.folder)
-        self.folder.mkdir(parents=True)
-        publish_text(json.dumps(facts), self.folder / "facts.json")
-
-    def changed_since(self, facts: Mapping[str, object]) -> list[str]:
-        """Names of the facts that are not as they were when the job was submitted."""
-        submitted = json.loads((self.folder / "facts.json").read_bytes())
-        now = json.loads(json.dumps(facts))
-        return [name for name in now if now[name] != submitted.get(name)]
 
     def put_aside(self, workspace_dir: Path, outputs: Iterable[str]) -> None:
         """Move the outputs out of the workspace.
@@ -201,9 +190,6 @@ class JobDir:
                 place.rename(aside)
                 if _names(aside) != before or not (before or aside.is_file()):
                     remove(aside)
-
-    def has(self, outputs: Iterable[str]) -> bool:
-        return all((self.outputs_dir / out).exists() for out in outputs)
 
     def publish(self, workspace_dir: Path, outputs: Iterable[str]) -> None:
         """Move outputs to their places, replacing what is there, and delete the folder."""
@@ -281,8 +267,9 @@ class StageJob:
                 code = self._follow(signals)
                 if code is None:
                     break
-                if code == 0 and (submitted or self.dir.has(self.declared.outs)):
-                    self.dir.publish(self.workspace_dir, self.declared.outs)
+                outs = self.declared.outs
+                if code == 0 and (submitted or all((self.dir.outputs_dir / out).exists() for out in outs)):
+                    self.dir.publish(self.workspace_dir, outs)
                     return 0
                 self._wait_until_unqueued()
                 self.dir.delete()
@@ -323,7 +310,9 @@ class StageJob:
                 "stages are to run as jobs of Slurm, and there is no sbatch here; "
                 "run them on this machine with: BAKEOFF_PLACE=here"
             )
-        self.dir.renew(self.facts)
+        remove(self.dir.folder)
+        self.dir.folder.mkdir(parents=True)
+        publish_text(json.dumps(self.facts), self.dir.facts_path)
         self._shown_bytes = 0
         log_path = str(self.dir.log_path).replace("%", "%%")  # %j would be the job's number
         request, alone = self.request, self.request.num_nodes == 1
@@ -480,7 +469,11 @@ def caller_pid() -> int:
 
 def refuse_changed_job(request: Request) -> None:
     """Raises UserError if files changed after this job was submitted, so that it would do something else."""
-    if request.in_job and (changed := JobDir(Path(request.caller[JOB_VARIABLE])).changed_since(job_facts(request))):
+    if not request.in_job:
+        return
+    submitted = json.loads(JobDir(Path(request.caller[JOB_VARIABLE])).facts_path.read_bytes())
+    now = json.loads(json.dumps(job_facts(request)))
+    if changed := [name for name in now if now[name] != submitted.get(name)]:
         raise UserError(
             f"{', '.join(changed)} changed after this job was submitted; run the same command to submit it again. "
             "To change files while jobs wait, use an experiment: dvc exp run --queue"

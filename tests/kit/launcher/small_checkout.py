@@ -104,12 +104,12 @@ class Command:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                **{"cwd": workspace, **options},
+                **{"cwd": workspace, "stdin": subprocess.DEVNULL, **options},
             )
 
     @property
     def output(self) -> str:
-        return self.path.read_text()
+        return self.path.read_text(encoding="utf-8", errors="replace")
 
     def until(self, pattern: str) -> str:
         """Wait until its output, or its launcher's, which may outlive it, matches; returns the first group."""

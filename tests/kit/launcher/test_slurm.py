@@ -1,5 +1,6 @@
 """Jobs of Slurm without a Slurm: where stages run, a job's identity, its resources, its end. With one: tests/smoke."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, JobParams, Params, SlurmParams
 from stages.kit.launcher import slurm
 from stages.kit.launcher.pipeline import JOB_VARIABLE, MARGIN, PROCESS_GIB, DeclaredStage, Request, host_gib
-from stages.kit.launcher.slurm import JobDir, StageJob, job_options, run_inside_job, runs_in_slurm
+from stages.kit.launcher.slurm import JobDir, StageJob, job_options, refuse_changed_job, run_inside_job, runs_in_slurm
 from stages.kit.planning.plan import resolve_plan
 from tests.kit.launcher.small_checkout import PARAMS, request_of
 
+IN_SEED_1 = replace(PARAMS, seed=1)
 IN_SLURM = replace(PARAMS, profiles={"tiny": replace(PARAMS.active, place="slurm")})
 FOLDERS = ("stages", "docker", "data/x")
 STAGE = DeclaredStage(
@@ -139,7 +142,9 @@ def test_failure_of_another_node_ends_that_start_of_the_job_alone(
     assert job.end() == code
 
 
-def test_facts_that_changed_since_submission_are_named(job: JobDir) -> None:
-    job.renew({"params": {"seed": 1}, "code": "a"})
-    assert job.changed_since({"params": {"seed": 1}, "code": "a"}) == []
-    assert job.changed_since({"params": {"seed": 2}, "code": "a"}) == ["params"]
+def test_facts_that_changed_since_submission_are_named(job: JobDir, tmp_path: Path) -> None:
+    submitted, changed = (request(tmp_path, params=each, BAKEOFF_JOB=str(job.folder)) for each in (PARAMS, IN_SEED_1))
+    job.facts_path.write_text(json.dumps(slurm.job_facts(submitted)))
+    refuse_changed_job(submitted)
+    with pytest.raises(UserError, match=r"^params changed after this job was submitted"):
+        refuse_changed_job(changed)
