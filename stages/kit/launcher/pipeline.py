@@ -74,12 +74,6 @@ class DeclaredStage:
         return tuple(dep for dep in self.deps if f"{dep}/".startswith(f"{folder}/"))
 
 
-def stage_of_command(stages: Sequence[DeclaredStage], stage: str, args: Sequence[str]) -> DeclaredStage | None:
-    """The stage of dvc.yaml with this command; None if there is none."""
-    command = " ".join(("docker/run", stage, *args))
-    return next((each for each in stages if each.command == command), None)
-
-
 def item_of(addressing: str) -> tuple[str, ...]:
     """The foreach item in DVC's name of a stage: r1 for `train@r1` or `../dvc.yaml:train@r1`, none for `check`."""
     _, at, item = addressing.rpartition(":")[2].partition("@")
@@ -180,7 +174,8 @@ class Request:
     @cached_property
     def declared(self) -> DeclaredStage | None:
         """Its stage in dvc.yaml; None if there is none, as for docker/run train --help."""
-        return stage_of_command(self.stages, self.stage, self.args)
+        command = " ".join(("docker/run", self.stage, *self.args))
+        return next((each for each in self.stages if each.command == command), None)
 
     def require_declared(self) -> DeclaredStage:
         """Raises UserError if dvc.yaml has no such stage."""
