@@ -59,7 +59,7 @@ class Outputs:
         self.lock_path = own_dir / "lock"
         """Locked (flock) as long as the launcher lives."""
         self.run_dir = own_dir / "run"
-        """Of one run: all that follows."""
+        """Folder of one run; it holds all that follows."""
         self.ready_path = self.run_dir / "ready"
         """Written by the container when it handles signals."""
         self.view_dir = self.run_dir / "view"
