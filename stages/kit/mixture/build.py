@@ -1,4 +1,4 @@
-"""Build a mixture of experts from dense Qwen2 models of one base: check them, merge them, certify the result.
+"""Build a mixture of experts from dense Qwen2 models of one base, and certify it.
 
 The MLPs of every layer become the experts of that layer, everything else comes from the base, and routers start from
 zeros. Weights go from safetensors to safetensors a file at a time, so memory does not depend on the number of experts.
@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -31,25 +30,14 @@ from stages.kit.mixture.routing import measure_domains
 from stages.kit.models.folders import INDEX_FILE, check_model_folder, copy_model_files, weight_files
 from stages.kit.models.load import load_config, meta_model
 from stages.kit.models.merge import MAX_SHARD_SIZE
-from stages.kit.models.prompts import load_processor, tokenizer_of
-
-GEOMETRY = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_parameters", "tie_word_embeddings"),
-)
-"""Settings that two models must share for one to take the other's place."""
+from stages.kit.models.prompts import load_processor
 
 SHARED_EXPERT_SIZE = 64
 """Width of the shared expert, which Qwen2Moe requires. It is all zero, like its gate: it adds nothing and gets no
 gradient. vLLM refuses a width of 0."""
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""torch's dtypes by safetensors' names."""
-
 _EXPERT = re.compile(r"(?P<mlp>model\.layers\.\d+\.mlp)\.experts\.(?P<expert>\d+)\.(?P<matrix>\w+\.weight)")
 _ZERO = re.compile(r"model\.layers\.\d+\.mlp\.(gate|shared_expert_gate|shared_expert\.\w+)\.weight")
-_NOT_NEEDED = re.compile(r"lm_head\.weight|.*\.rotary_emb\.inv_freq")
-"""Weights that a checkpoint may hold beside a model's parameters: a tied head, buffers of older libraries."""
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +55,11 @@ def build_mixture(
     """Write a Qwen2Moe folder with its lineage, reload it, and write its certificate beside it.
 
     base, experts: dense models; the experts are numbered in this order. probes: conversations by expert.
-    Raises UserError for models that do not fit together, or if the mixture does not contain its experts.
+    Raises UserError for an expert of another base, or if the mixture does not contain its experts.
     """
     base_dir, base_lineage = base
     expert_dirs = {name: folder for name, (folder, _) in experts.items()}
     check_lineages(base_lineage, {name: lineage for name, (_, lineage) in experts.items()})
-    check_models(base_dir, expert_dirs)
     with published(built_dir) as folder:
         changes = merge_experts(base_dir, expert_dirs, folder, top_k=top_k)
         for name, change in changes.items():
@@ -109,24 +96,6 @@ def check_lineages(base: Lineage, experts: Mapping[str, Lineage]) -> None:
             )
 
 
-def check_models(base_dir: Path, expert_dirs: Mapping[str, Path]) -> None:
-    """Raises UserError unless all are dense Qwen2 models of one geometry, with one tokenizer and one chat template."""
-    config, tokenizer = dense_config(base_dir), _tokenizer_parts(base_dir)
-    for name, folder in expert_dirs.items():
-        theirs = dense_config(folder)
-        for field in GEOMETRY:
-            if getattr(theirs, field) != getattr(config, field):
-                raise UserError(
-                    f"expert {name} has {field} {getattr(theirs, field)}, its base {base_dir} has "
-                    f"{getattr(config, field)}; the experts of a mixture have one geometry"
-                )
-        for part, found in _tokenizer_parts(folder).items():
-            if found != tokenizer[part]:
-                raise UserError(
-                    f"expert {name} has another {part} than its base {base_dir}; the experts of a mixture share one"
-                )
-
-
 def dense_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a dense Qwen2 model with all of its weights. Raises UserError for any other."""
     check_model_folder(folder)
@@ -137,16 +106,6 @@ def dense_config(folder: Path) -> PreTrainedConfig:
         # Qwen2MoeAttention keeps the window from flash attention (transformers/models/qwen2_moe).
         raise UserError(f"{folder} uses sliding window attention, which Qwen2Moe would not do in the same way")
     return config
-
-
-def _tokenizer_parts(folder: Path) -> dict[str, Any]:
-    """The parts that two equal tokenizers share, by their names in messages; their files may differ in form."""
-    tokenizer = tokenizer_of(load_processor(folder, None))
-    return {
-        "vocabulary": tokenizer.get_vocab(),
-        "tokenizer": json.loads(tokenizer.backend_tokenizer.to_str())["model"],
-        "chat template": tokenizer.chat_template,
-    }
 
 
 def mixture_config(dense: PreTrainedConfig, *, experts: int, top_k: int) -> Qwen2MoeConfig:
@@ -168,16 +127,15 @@ def mixture_config(dense: PreTrainedConfig, *, experts: int, top_k: int) -> Qwen
 
 
 def merge_experts(base_dir: Path, expert_dirs: Mapping[str, Path], folder: Path, *, top_k: int) -> dict[str, Change]:
-    """Write a Qwen2Moe folder, with the base's tokenizer, in the widest of the experts' and the base's dtypes.
+    """Write a Qwen2Moe folder, with the base's tokenizer, in the dtype of the experts.
 
-    base_dir, expert_dirs: dense Qwen2 folders that `check_models` accepts; the experts are numbered in this order.
-    Returns each expert's distance from the base. Raises UserError for a checkpoint with other weights than its config
-    says.
+    base_dir, expert_dirs: a dense Qwen2 folder, and models that recipes made of it; the experts are numbered in this
+    order. Returns each expert's distance from the base. Raises UserError for a model that is not a dense Qwen2.
     """
-    config = mixture_config(dense_config(base_dir), experts=len(expert_dirs), top_k=top_k)
+    dense, *_ = [dense_config(folder) for folder in (base_dir, *expert_dirs.values())]
+    config = mixture_config(dense, experts=len(expert_dirs), top_k=top_k)
     base, experts = Checkpoint(base_dir), [Checkpoint(path) for path in expert_dirs.values()]
-    dtypes = base.dtypes.union(*(expert.dtypes for expert in experts))
-    config.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # fp32 holds fp16 and bf16 exactly
+    config.dtype = experts[0]["model.norm.weight"].dtype  # all were merged in the profile's precision
     base_squares = {"mlp": 0.0, "outside": 0.0}
     changes = [dict(base_squares) for _ in experts]
 
@@ -224,30 +182,13 @@ def merge_experts(base_dir: Path, expert_dirs: Mapping[str, Path], folder: Path,
 
 
 class Checkpoint:
-    """The weights of a dense Qwen2 folder, in one file or several, read when asked for."""
+    """The weights of a model folder, in one file or several, read when asked for."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError unless it holds exactly the parameters that its configuration asks for."""
         self.path_of: dict[str, Path] = {}
-        self.dtypes: set[torch.dtype] = set()
-        wanted = {name: tuple(tensor.shape) for name, tensor in meta_model(dense_config(folder)).named_parameters()}
-        found = {}
         for path in (folder / name for name in sorted(weight_files(folder))):
             with safe_open(path, framework="pt") as file:
-                for name in sorted(file.keys()):
-                    part = file.get_slice(name)
-                    found[name] = tuple(part.get_shape())
-                    self.path_of[name] = path
-                    if not _NOT_NEEDED.fullmatch(name):
-                        if part.get_dtype() not in DTYPES:
-                            raise UserError(f"{path} holds {name} as {part.get_dtype()}, expected {', '.join(DTYPES)}")
-                        self.dtypes.add(DTYPES[part.get_dtype()])
-        names = wanted.keys() | {name for name in found if not _NOT_NEEDED.fullmatch(name)}
-        if wrong := sorted(name for name in names if wanted.get(name) != found.get(name)):
-            shown = "; ".join(
-                f"{name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'none')}" for name in wrong[:3]
-            )
-            raise UserError(f"{folder} has {len(wrong)} weights that its config.json does not say: {shown}")
+                self.path_of |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A tensor in its own dtype, mapped from its file, which is closed with the last tensor of it."""

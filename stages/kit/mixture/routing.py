@@ -15,7 +15,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.mixture.certificate import Domain, Routing
-from stages.kit.models.merge import probe_inputs, probe_logits, root_mean_square
+from stages.kit.models.merge import probe_logits, root_mean_square
 from stages.kit.models.prompts import Processor
 
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -63,21 +63,6 @@ def routing_by_row(outputs: Sequence[RouterOutput], mask: torch.Tensor) -> list[
     ]
 
 
-@torch.inference_mode()
-def measure_routing(model: PreTrainedModel, processor: Processor, probes: Sequence[Conversation]) -> Routing:
-    """Routing of all tokens of these conversations, answers and chat format included, by a Qwen2Moe."""
-    each: list[list[RouterOutput]] = []
-    for inputs in probe_inputs(model, processor, probes):
-        with outputs_of(routers_of(model)) as outputs:
-            model(**inputs, use_cache=False)
-        each.append(outputs)
-    layers: list[Any] = [
-        [torch.cat(part).cpu() for part in zip(*of_layer, strict=True)] for of_layer in zip(*each, strict=True)
-    ]
-    (found,) = routing_by_row(layers, torch.ones(1, len(layers[0][0])))
-    return found
-
-
 @contextmanager
 def routed_to(model: nn.Module, expert: int) -> Iterator[None]:
     """Sends every token to one expert in the block, with all of its weight, in every layer."""
@@ -107,9 +92,13 @@ def measure_domains(
     expert_dirs: by name, in the mixture's order. probes: conversations by the same names.
     """
     mixture = load(built_dir).eval()
-    forced, routings = {}, {}
+    routers, forced, routings = routers_of(mixture), {}, {}
     for index, name in enumerate(expert_dirs):
-        routings[name] = measure_routing(mixture, processor, probes[name])
+        with outputs_of(routers) as outputs:
+            probe_logits(mixture, processor, probes[name])
+        by_layer = (outputs[layer :: len(routers)] for layer in range(len(routers)))  # of all probes
+        tokens: list[Any] = [[torch.cat(part) for part in zip(*layer, strict=True)] for layer in by_layer]
+        (routings[name],) = routing_by_row(tokens, torch.ones(1, len(tokens[0][0])))
         with routed_to(mixture, index):
             forced[name] = probe_logits(mixture, processor, probes[name])
     del mixture

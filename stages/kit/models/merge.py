@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from operator import eq
@@ -170,22 +170,16 @@ def load_certified(folder: Path, *, device: DeviceParams, precision: str, attn: 
     return model
 
 
-def probe_inputs(
-    model: nn.Module, processor: Processor, probes: Sequence[Conversation]
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The model's inputs for one conversation after the other, without padding."""
-    assert probes, "no conversation to measure on"
-    device = next(model.parameters()).device
-    for probe in probes:
-        inputs = encode(processor, [probe], padding_side="right")
-        yield {name: tensor.to(device) for name, tensor in inputs.items()}
-
-
 @torch.inference_mode()
 def probe_logits(model: nn.Module, processor: Processor, probes: Sequence[Conversation]) -> torch.Tensor:
-    """The logits (tokens of all probes, vocabulary) in fp32, on the CPU."""
-    each = probe_inputs(model, processor, probes)
-    return torch.cat([model(**inputs, use_cache=False).logits[0].float().cpu() for inputs in each])
+    """The logits (tokens of all probes, vocabulary) in fp32, on the CPU. One probe after the other, without padding."""
+    assert probes, "no conversation to measure on"
+    device, logits = next(model.parameters()).device, []
+    for probe in probes:
+        inputs = encode(processor, [probe], padding_side="right")
+        inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+        logits.append(model(**inputs, use_cache=False).logits[0].float().cpu())
+    return torch.cat(logits)
 
 
 def relative_deviation(merged: torch.Tensor, adapted: torch.Tensor, base: torch.Tensor) -> float:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, TrainerCallback
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, PartsParams
 from stages.kit.mixture.build import merge_experts
-from stages.kit.mixture.routing import outputs_of
-from stages.kit.mixture.trainer import BalancedTrainer, RouterLabels, RouterTrainer, make_trainer
+from stages.kit.mixture.routing import outputs_of, routers_of
+from stages.kit.mixture.trainer import BalancedTrainer, RouterTrainer, make_trainer, router_loss
 from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import load_config, load_model
 from stages.kit.models.prompts import load_processor
@@ -188,7 +188,7 @@ def test_router_labels_reach_only_routers_and_keep_no_activations(mixture_dir: P
     for targets in (None, {"llm": ("mlp.gate",)}):
         model: Any = apply_recipe(load(mixture_dir), PartsParams(llm="full"), None, targets)  # type: ignore[arg-type]
         hook = model.lm_head.register_forward_hook(lambda _module, args, _output: seen.append(args[0].requires_grad))
-        loss, _ = RouterLabels(model, "abc").loss(model, batch)
+        loss, _ = router_loss(routers_of(model), model, batch)
         loss.backward()
         assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == GATES
     assert not seen[-1]

@@ -11,9 +11,8 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -173,15 +172,13 @@ class VllmEngine:
         with tempfile.TemporaryDirectory(prefix=".vllm-", dir=parent) as folder_name:
             folder = Path(folder_name).absolute()
             self.write_request(folder)
-            code, output = _run_worker(environment, folder, len(self.questions))
+            log.info("vLLM answers %d questions", len(self.questions))
+            code, output = _run_worker(environment, folder)
             if code:
-                sys.stderr.write(output)
-                reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-                lines = [line for line in output.splitlines() if line.strip()]
                 # The kernel kills a process that takes more memory than there is.
-                out_of_memory = code == -SIGKILL or says_out_of_memory("\n".join(lines[-50:]))
-                kind = OutOfMemory if out_of_memory else UserError
-                raise kind(f"vLLM ended with {reason}; its output is above, and ends in:\n" + "\n".join(lines[-5:]))
+                kind = OutOfMemory if code == -SIGKILL or says_out_of_memory(output) else UserError
+                reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+                raise kind(f"vLLM ended with {reason}; its output ends in:\n{output}")
             completions = TypeAdapter(Completions).validate_json((folder / "answers.json").read_text(encoding="utf-8"))
         log.info("vLLM %s took %.1f s", completions.version, completions.seconds)
         return completions
@@ -214,77 +211,85 @@ class VllmEngine:
         Raises UserError if completions differ from our own model's by more than rounding explains, or if vLLM ended one
         early.
         """
-        settings, precision = self.profile.evaluation, self.profile.memory.precision
-        ends, tolerance = self.end_tokens(answerer.processor), TOLERANCE[precision]
+        limit, tolerance = self.profile.evaluation.max_new_tokens, TOLERANCE[self.profile.memory.precision]
+        ends, tokenizer = self.end_tokens(answerer.processor), tokenizer_of(answerer.processor)
         cut = [_cut(answer, answerer, ends) for answer in completions.answers]
-        texts = [decoded(tokenizer_of(answerer.processor), answer.tokens, ends) for answer in cut]
-        unended = [
-            (question, answer)
-            for question, answer, whole in zip(self.questions, cut, completions.answers, strict=True)
-            if len(answer.tokens) == len(whole.tokens) and answer.tokens[-1] not in ends
-        ]
-        for question, answer in unended:
-            if len(answer.tokens) < settings.max_new_tokens:
-                raise UserError(
-                    f"vLLM ended the answer to {question.sample_id} after {pluralize(len(answer.tokens), 'token')}: "
-                    f"it has no room for more beside the question. Set max_length or a smaller max_new_tokens in the "
-                    f"profile's evaluation, or take a GPU with more memory"
-                )
-        if unended:
-            log.warning("%s cut at max_new_tokens %d", pluralize(len(unended), "answer"), settings.max_new_tokens)
-        own = answerer.answers(self.questions[:SAMPLES])
-        results = []
+        texts = [decoded(tokenizer, answer.tokens, ends) for answer in cut]
+        num_cut = 0
+        for question, answer, whole in zip(self.questions, cut, completions.answers, strict=True):
+            if len(answer.tokens) == len(whole.tokens) and answer.tokens[-1] not in ends:
+                num_cut += 1
+                if len(answer.tokens) < limit:
+                    raise UserError(
+                        f"vLLM ended the answer to {question.sample_id} after {len(answer.tokens)} tokens: it has no "
+                        "room for more beside the question. Set max_length or a smaller max_new_tokens in the "
+                        "profile's evaluation, or take a GPU with more memory"
+                    )
+        if num_cut:
+            log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "answer"), limit)
+        own, same_answers = answerer.answers(self.questions[:SAMPLES]), 0
+        unlike, deviations = [], []
         for question, answer, text, own_text in zip(self.questions, cut, texts, own, strict=False):
             seen = view(answerer.model, answerer.processor, question, answer.tokens, room=self.room)
-            same = text == own_text
-            results.append(compared(question.sample_id, answer, seen, same_answer=same, tolerance=tolerance))
+            same_answers += text == own_text
+            if problem := difference(answer, seen, same_answer=text == own_text, tolerance=tolerance):
+                unlike.append(f"{question.sample_id}: {problem}")
+            deviations.append((torch.tensor(answer.log_probs) - seen.log_probs).abs())
         engine, device = f"vLLM {completions.version}", answerer.model.device
-        mean = require_alike(self.name, engine, results, tolerance=tolerance)
+        problem = f"{engine} does not answer as {self.name} does in transformers"
+        if unlike:
+            raise UserError(f"{problem}, in {len(unlike)} of {pluralize(len(own), 'sample')}:\n{listed(unlike, 5)}")
+        off = torch.cat(deviations)
+        if not off.mean() <= tolerance.mean:
+            raise UserError(
+                f"{problem}: log-probabilities are off by {off.mean():.2g} on average, more than rounding explains"
+            )
         certificate = EngineCertificate(
             run=self.name,
             engine=engine,
             model=self.model_digest,
             environment=installed(self.profile.device.kind).digest,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            precision=precision,
+            precision=self.profile.memory.precision,
             images=self.images,
             tolerance=tolerance,
-            samples=len(results),
-            tokens=sum(len(result.deviations) for result in results),
-            log_prob_deviation=max(max(result.deviations) for result in results),
-            mean_deviation=mean,
-            same_answers=sum(result.same_answer for result in results),
+            samples=len(own),
+            tokens=len(off),
+            log_prob_deviation=off.max().item(),
+            mean_deviation=off.mean().item(),
+            same_answers=same_answers,
         )
         log.info("%s answers as %s does in transformers: %s", engine, self.name, certificate)
         return certificate, texts
 
 
-def _run_worker(environment: Installed, folder: Path, count: int) -> tuple[int, str]:
-    """The worker's exit code and output; neither it nor a process that it started is left running."""
-    log.info("vLLM answers %d questions", count)
-    log_path, progress = folder / "log", ""
-    with log_path.open("wb") as output:
-        child = subprocess.Popen(
-            [str(environment.python), str(WORKER), "answer", str(folder)],
-            env=environment.variables,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            process_group=0,  # Ctrl-C reaches it once, through this process
-            preexec_fn=end_with_parent(),
-        )
-        try:
-            while (code := child.poll()) is None:
-                with suppress(FileNotFoundError):
-                    if (so_far := (folder / "progress").read_text()) != progress:
-                        log.info("answered %s/%d", so_far, count)
-                        progress = so_far
-                time.sleep(0.2)
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, SIGKILL)
-            child.wait()
-    return code, log_path.read_text(encoding="utf-8", errors="replace")
+def _run_worker(environment: Installed, folder: Path) -> tuple[int, str]:
+    """The worker's exit code and the end of its output; neither it nor a process that it started is left running."""
+    lines: deque[str] = deque(maxlen=50)
+    child = subprocess.Popen(
+        [str(environment.python), str(WORKER), "answer", str(folder)],
+        env=environment.variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        process_group=0,  # Ctrl-C reaches it once, through this process
+        preexec_fn=end_with_parent(),
+    )
+    assert child.stdout is not None
+    try:
+        for line in map(str.rstrip, child.stdout):
+            if line.startswith("answered "):
+                log.info(line)
+            elif line:
+                lines.append(line)
+        code = child.wait()
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, SIGKILL)
+        child.wait()
+    return code, "\n".join(lines)
 
 
 def _cut(answer: Completion, answerer: Answerer, ends: set[int]) -> Completion:
@@ -328,46 +333,22 @@ def view(
     return View(prompt=prompt, log_probs=chosen[:, 0], margins=others - chosen[:, 0])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """One sample, answered by both."""
+def difference(theirs: Completion, view: View, *, same_answer: bool, tolerance: Tolerance) -> str:
+    """The differences of a completion that rounding does not explain; "" for none.
 
-    sample_id: str
-    deviations: list[float]
-    """One for each token; none if the prompts differ."""
-    same_answer: bool
-    unlike: str
-    """The differences that rounding does not explain; "" for none."""
-
-
-def compared(sample_id: str, theirs: Completion, view: View, *, same_answer: bool, tolerance: Tolerance) -> Compared:
-    """view: our model's, of vLLM's tokens. same_answer: whether our own model answers in the same words."""
+    view: our model's, of vLLM's tokens. same_answer: whether our own model answers in the same words.
+    """
     if theirs.prompt != view.prompt:
         pairs = enumerate(zip_longest(theirs.prompt, view.prompt), start=1)
         place, (their, our) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
-        unlike = f"reads another prompt: its token {place} is {their}, not {our}"
-        return Compared(sample_id=sample_id, deviations=[], same_answer=same_answer, unlike=unlike)
-    differences = (torch.tensor(theirs.log_probs) - view.log_probs).abs()
+        return f"reads another prompt: its token {place} is {their}, not {our}"
+    off = (torch.tensor(theirs.log_probs) - view.log_probs).abs()
     another = (view.margins > tolerance.close).nonzero()
     problems = []
     if len(another):
         problems.append(f"token {int(another[0]) + 1} of the answer is another")
     elif not same_answer and not bool((view.margins.abs() <= tolerance.close).any()):
         problems.append("the answer is another, and no token of it was a close choice")
-    if not bool((differences <= tolerance.largest).all()):  # a NaN is unlike too
-        problems.append(f"log-probabilities off by {differences.max():.2g}")
-    return Compared(
-        sample_id=sample_id, deviations=differences.tolist(), same_answer=same_answer, unlike="; ".join(problems)
-    )
-
-
-def require_alike(run: str, engine: str, results: Sequence[Compared], *, tolerance: Tolerance) -> float:
-    """The mean deviation of all tokens. Raises UserError, which names the samples, if vLLM answers unlike our own
-    model."""
-    problem = f"{engine} does not answer as {run} does in transformers"
-    if unlike := [f"{result.sample_id}: {result.unlike}" for result in results if result.unlike]:
-        raise UserError(f"{problem}, in {len(unlike)} of {pluralize(len(results), 'sample')}:\n{listed(unlike, 5)}")
-    mean = torch.tensor([each for result in results for each in result.deviations]).mean().item()
-    if not mean <= tolerance.mean:
-        raise UserError(f"{problem}: log-probabilities are off by {mean:.2g} on average, more than rounding explains")
-    return mean
+    if not bool((off <= tolerance.largest).all()):  # a NaN is unlike too
+        problems.append(f"log-probabilities off by {off.max():.2g}")
+    return "; ".join(problems)

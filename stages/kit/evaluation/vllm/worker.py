@@ -5,7 +5,6 @@
 
 request.json: `engine`, keywords of vllm.LLM; `max_tokens` and `end_tokens` of a completion; `pixels_at_once`, the limit
 of images in memory; `prompts`, each with its token ids (one placeholder per image) and the files of its images.
-progress: the number of prompts answered.
 answers.json: vLLM's version; for each prompt the ids that vLLM read (each image widened to its tokens), the ids of its
 completion, and the log-probability of each of these; and the seconds that all completions took.
 """
@@ -84,7 +83,7 @@ def answer(folder: Path) -> None:
                     "log_probs": [step[token].logprob for step, token in steps],
                 }
             )
-        (folder / "progress").write_text(str(len(answers)))
+        print(f"answered {len(answers)}/{len(request['prompts'])}", flush=True)
     result = {"version": __version__.partition("+")[0], "answers": answers, "seconds": time.monotonic() - started}
     (folder / "answers.json").write_text(json.dumps(result))
 
