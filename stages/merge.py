@@ -25,16 +25,15 @@ import click
 from transformers import PreTrainedModel
 
 from stages.core.errors import configure_logging
-from stages.core.lineage import require_base, short, write_lineage
+from stages.core.lineage import require_base, short
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
 from stages.core.records import published
 from stages.core.tasks import load_task
 from stages.kit.evaluation.answer import Answerer, batch_size_for
 from stages.kit.evaluation.score import score_answers
-from stages.kit.models.folders import remove_weights
 from stages.kit.models.load import gpus_in_use, load_model, see_only
-from stages.kit.models.merge import certify, quantization_cost, write_merged
+from stages.kit.models.merge import merge_certified, quantization_cost
 from stages.kit.models.prompts import load_processor, takes
 from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.planning.plan import read_plan
@@ -71,14 +70,15 @@ def main(recipe: str, attempt: int) -> None:
         return model
 
     with published(run_dir / "merged") as merged_dir:
-        unmerged = write_merged(base_dir, trained_dir, merged_dir, processor, probes, load=load)
-        merged = load(merged_dir)
-        if not params.leaves_weights(recipe):
-            remove_weights(merged_dir)
-        parents = {"base": (base_dir, base_lineage), "trained": (trained_dir, trained_lineage)}
-        lineage = write_lineage(merged_dir, kind="merged", name=recipe, parents=parents)
-        certificate, logits = certify(
-            merged, merged_dir, lineage.digest, unmerged, plan, processor, probes, trained_quantization=quantization
+        certificate, merged, logits = merge_certified(
+            plan,
+            {"base": (base_dir, base_lineage), "trained": (trained_dir, trained_lineage)},
+            merged_dir,
+            processor,
+            probes,
+            load=load,
+            keep_weights=params.leaves_weights(recipe),
+            trained_quantization=quantization,
         )
         if quantization != "none":
             settings = params.active.evaluation
@@ -110,7 +110,7 @@ def main(recipe: str, attempt: int) -> None:
             log.info("merged into unquantized ones: %s; %s", scoring.summary(cost.merged), cost)
     certificate.write(run_dir / "merge.json")
     write_stage_memory(memory.finish("merge", recipe), task=plan.task)
-    log.info("merged %s, content %s: %s", recipe, short(lineage.digest), certificate)
+    log.info("merged %s, content %s: %s", recipe, short(certificate.merged_digest), certificate)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, DeviceParams, Params
 from stages.kit.data.prepared import STATS_FILE, read_origin
 from stages.kit.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit
-from stages.kit.models.folders import PUBLISHED, geometry_config_path
+from stages.kit.models.folders import GEOMETRIES_DIR
 from stages.kit.planning.cards import named_card
 from stages.kit.planning.disk import DiskUse, disk_use
 from stages.kit.planning.ladder import settings
@@ -106,13 +106,13 @@ def available_inputs(params: Params, recipe: str) -> Inputs:
     has_tokenizer = True
     if not _is_built_from(folder, source):
         has_tokenizer = kind == "folder"
-        geometry = PUBLISHED.get(where.partition("@")[0])
-        if not has_tokenizer and geometry is None:
+        repository = where.partition("@")[0]
+        folder = Path(where) if has_tokenizer else GEOMETRIES_DIR / repository
+        if not has_tokenizer and not folder.is_dir():
             raise UserError(
-                f"base {name} of profile {params.profile} is {where.partition('@')[0]}, whose geometry is not known "
-                f"before it is fetched; fetch it with: dvc exp run -S profile={params.profile} base@{name}"
+                f"base {name} of profile {params.profile} is {repository}, whose geometry is not known before it is "
+                f"fetched; fetch it with: dvc exp run -S profile={params.profile} base@{name}"
             )
-        folder = geometry_config_path(geometry).parent if geometry and not has_tokenizer else Path(where)
     data_dir = available_data(params, params.recipe(recipe).data)
     return Inputs(source=source, config_dir=folder, has_tokenizer=has_tokenizer, build=build, data_dir=data_dir)
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
-from stages.core.records import nearest, parse_json, read_plain, shown
+from stages.core.records import parse_json, read_plain, shown
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""
@@ -33,38 +33,10 @@ MAX_LAYERS = 2_000
 """Limit of one part of a model; the deepest published ones have some 200. Even a layer without weights is a module."""
 
 GEOMETRIES_DIR = Path(__file__).parent / "geometries"
-"""NAME/config.json as published, without weights. NAME-tiny runs on a CPU; NAME-x2 is a mixture of two built here."""
+"""OWNER/NAME/config.json as the hub has it, without weights; qwen2.5-tiny runs on a CPU."""
 
 STAND_IN_DIR = Path("data/tiny/qwen2-vl")
 """A model folder whose tokenizer and image processor go with every geometry: no memory depends on their contents."""
-
-PUBLISHED = {
-    "Qwen/Qwen1.5-MoE-A2.7B": "qwen1.5-moe-a2.7b",
-    "Qwen/Qwen2-VL-2B-Instruct": "qwen2-vl-2b",
-    "Qwen/Qwen2-VL-7B-Instruct": "qwen2-vl-7b",
-    "Qwen/Qwen2-1.5B-Instruct": "qwen2-1.5b",
-    "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
-    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
-    "Qwen/Qwen3-8B": "qwen3-8b",
-    "Qwen/Qwen3-VL-4B-Instruct": "qwen3-vl-4b",
-    "Qwen/Qwen3-VL-8B-Instruct": "qwen3-vl-8b",
-    "google/gemma-3-1b-it": "gemma-3-1b",
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
-    "microsoft/Phi-3-mini-4k-instruct": "phi-3-mini",
-}
-"""Geometry by repository of the hub."""
-
-
-def geometry_names() -> tuple[str, ...]:
-    return tuple(sorted(path.parent.name for path in GEOMETRIES_DIR.glob("*/config.json")))
-
-
-def geometry_config_path(name: str) -> Path:
-    """Raises UserError for an unknown name, with the nearest known one."""
-    names = geometry_names()
-    if name not in names:
-        raise UserError(f"no geometry is called {name!r}{nearest(name, names)}; there are: {', '.join(names)}")
-    return GEOMETRIES_DIR / name / "config.json"
 
 
 def copy_model_files(source: Path, folder: Path, *, weights: bool = True, link: bool = False) -> None:

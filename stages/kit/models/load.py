@@ -37,6 +37,8 @@ from stages.kit.models.kernels import EXPERTS, PACKED, replace_modules
 if TYPE_CHECKING:
     from stages.kit.planning.plan import Plan
 
+NO_MODEL = "{} is no model that can be loaded"
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -126,27 +128,29 @@ def new_model(config: PreTrainedConfig, *, precision: str, attn: str = "sdpa") -
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The model's real geometry without its weights, for counting and planning."""
-    with torch.device("meta"), read_from(config.name_or_path or "config.json"):
+    with torch.device("meta"), library_errors(NO_MODEL.format(config.name_or_path or "config.json")):
         return auto_class(config).from_config(config)
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
     """Raises UserError unless the folder holds the configuration of a model."""
     read_config(folder)
-    with read_from(folder):
+    with library_errors(NO_MODEL.format(folder)):
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 @contextmanager
-def read_from(folder: Path | str) -> Iterator[None]:
-    """Raises UserError if the libraries cannot read the folder's files."""
+def library_errors(problem: str) -> Iterator[None]:
+    """Raises UserError, with the problem and the reason, for any error of the libraries in the block.
+
+    They raise what comes: tokenizers a bare Exception, a chat template whatever its program does.
+    """
     try:
         yield
     except (MemoryError, UserError):
         raise
-    except Exception as error:  # noqa: BLE001, the libraries raise what comes: bare Exception (tokenizers), ValueError, ...
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{folder} is no model that can be loaded: {reason}") from None
+    except Exception as error:  # noqa: BLE001
+        raise UserError(f"{problem}: {' '.join(str(error).split()) or type(error).__name__}") from None
 
 
 def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText | AutoModelForCausalLM]:

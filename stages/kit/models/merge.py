@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from operator import eq
 from pathlib import Path
@@ -18,12 +17,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
-from stages.core.lineage import combined_digest, map_largest_first, read_lineage, require_base, short
+from stages.core.lineage import (
+    Lineage,
+    combined_digest,
+    map_largest_first,
+    read_lineage,
+    require_base,
+    short,
+    write_lineage,
+)
 from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.adapters import apply_recipe, load_trained, trained_modules
 from stages.kit.models.certificate import TOLERANCE, MergeCertificate, QuantizationCost
-from stages.kit.models.folders import has_weights
+from stages.kit.models.folders import has_weights, remove_weights
 from stages.kit.models.load import load_model, meta_model
 from stages.kit.models.prompts import Processor, encode, load_processor
 
@@ -36,59 +43,43 @@ MAX_SHARD_SIZE = "2GB"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unmerged:
-    """A base without and with its trained weights, to compare the merged model with."""
-
-    digests: Mapping[str, str]
-    """Digest of the base's parameters by name."""
-    base_logits: torch.Tensor
-    """(tokens of all probes, vocabulary)"""
-    trained_logits: torch.Tensor
-
-
-def write_merged(
-    base_dir: Path,
-    trained_dir: Path,
+def merge_certified(
+    plan: Plan,
+    parents: dict[str, tuple[Path, Lineage]],
     folder: Path,
     processor: Processor,
     probes: Sequence[Conversation],
     *,
     load: Callable[[Path], PreTrainedModel],
-) -> Unmerged:
-    """Merge trained weights into their base, and write a standard Hugging Face folder. No model stays in memory."""
-    base = load(base_dir)
-    digests, base_logits = weight_digests(base), probe_logits(base.eval(), processor, probes)
-    trained = load_trained(base, trained_dir).eval()
+    keep_weights: bool,
+    trained_quantization: str,
+) -> tuple[MergeCertificate, PreTrainedModel, torch.Tensor]:
+    """Merge trained weights into their base, and write a standard Hugging Face folder with its lineage.
+
+    parents: folder and lineage of the `base`, and of what was `trained` on it. keep_weights: False removes the weights
+    from the folder once they are reloaded.
+    Returns the certificate, the model reloaded from the folder, and its logits on the probes. Raises UserError if the
+    model is not what was trained.
+    """
+    base = load(parents["base"][0])
+    before, base_logits = weight_digests(base), probe_logits(base, processor, probes)
+    trained = load_trained(base, parents["trained"][0]).eval()
     trained_logits = probe_logits(trained, processor, probes)
     merge_trained(trained).save_pretrained(folder, safe_serialization=True, max_shard_size=MAX_SHARD_SIZE)
     processor.save_pretrained(folder)
-    return Unmerged(digests=digests, base_logits=base_logits, trained_logits=trained_logits)
-
-
-def certify(
-    merged: PreTrainedModel,
-    folder: Path,
-    digest: str,
-    unmerged: Unmerged,
-    plan: Plan,
-    processor: Processor,
-    probes: Sequence[Conversation],
-    *,
-    trained_quantization: str,
-) -> tuple[MergeCertificate, torch.Tensor]:
-    """The certificate of a merged model that was reloaded from its folder, and its logits on the probes.
-
-    digest: of the folder. Raises UserError if the model is not what was trained.
-    """
+    del base, trained  # the next model needs their memory
+    merged = load(folder)
+    if not keep_weights:
+        remove_weights(folder)
+    lineage = write_lineage(folder, kind="merged", name=plan.recipe, parents=parents)
     logits, digests = probe_logits(merged, processor, probes), weight_digests(merged)
-    changed = changed_modules(unmerged.digests, digests)
+    changed = changed_modules(before, digests)
     expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora, plan.full_targets))
     certificate = MergeCertificate(
         recipe=plan.recipe,
-        merged_digest=digest,
+        merged_digest=lineage.digest,
         weights_digest=combined_digest(digests),
-        logit_deviation=relative_deviation(logits, unmerged.trained_logits, unmerged.base_logits),
+        logit_deviation=relative_deviation(logits, trained_logits, base_logits),
         tolerance=TOLERANCE[plan.precision],
         probes=len(probes),
         changed_modules=len(changed),
@@ -100,7 +91,7 @@ def certify(
     )
     if problems := certificate.problems():
         raise UserError(f"the merge of {plan.recipe} is not what was trained: {'; '.join(problems)}")
-    return certificate, logits
+    return certificate, merged, logits
 
 
 def quantization_cost(

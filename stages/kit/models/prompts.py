@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.prepared import shows_images
 from stages.kit.internals.transformers_internals import num_image_tokens
-from stages.kit.models.load import load_config, read_from
+from stages.kit.models.load import NO_MODEL, library_errors, load_config
 
 Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
 """A vision-language model's processor, or a text model's tokenizer."""
@@ -98,7 +98,7 @@ def load_processor(folder: Path, images: ImageParams | None) -> Processor:
     model_type = load_config(folder).model_type
     family = family_of(model_type)
     processor: Processor
-    with read_from(folder):
+    with library_errors(NO_MODEL.format(folder)):
         if family.vision is not None:
             tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
             image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **offline)
@@ -233,7 +233,9 @@ def shortened(processor: Processor, conversation: Conversation, max_length: int 
         return conversation
     turn, number = shortenable
     part = conversation.messages[turn]["content"][number]
-    ends = [0, *_token_ends(tokenizer_of(processor), part["text"], max_length)]  # no more of them can be left
+    options: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    offsets = tokenizer_of(processor)(part["text"], **options)["offset_mapping"]
+    ends = [0, *(end for _, end in offsets[:max_length])]  # no more tokens of the text can be left
     while True:
         messages = copy.deepcopy(conversation.messages)
         messages[turn]["content"][number]["text"] = part["text"][: ends[-1]]
@@ -243,17 +245,6 @@ def shortened(processor: Processor, conversation: Conversation, max_length: int 
             return cut
         # Repeated only if tokens at the cut fuse with the next ones, or a character has several of them.
         del ends[max(1, len(ends) - excess) :]
-
-
-def _token_ends(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> list[int]:
-    """Ends of the first `count` tokens of a text, in characters."""
-    options: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-    # Only the beginning of an hour-long transcript is tokenized, if it has that many tokens.
-    for stop in (16 * count, None):
-        ends = [end for _, end in tokenizer(text[:stop], **options)["offset_mapping"]]
-        if len(ends) > count:
-            break
-    return ends[:count]
 
 
 def rendered(processor: Processor, conversation: Conversation) -> str:
@@ -401,16 +392,8 @@ def _markup(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, ...
     return tuple(sorted(token for token in added.union(tokenizer.all_special_tokens) if token in template))
 
 
-@contextmanager
-def _template_errors(processor: Processor, conversation: Conversation) -> Iterator[None]:
-    """Raises UserError, with the template's folder and the sample, for any error of rendering."""
-    try:
-        yield
-    except (MemoryError, UserError):
-        raise
-    except Exception as error:  # noqa: BLE001, a template is a program, and raises what comes
-        folder = tokenizer_of(processor).name_or_path
-        raise UserError(
-            f"the chat template of {folder} (chat_template.jinja, or in tokenizer_config.json) fails on the messages "
-            f"of sample {conversation.sample_id}: {' '.join(str(error).split()) or type(error).__name__}"
-        ) from None
+def _template_errors(processor: Processor, conversation: Conversation) -> AbstractContextManager[None]:
+    return library_errors(
+        f"the chat template of {tokenizer_of(processor).name_or_path} (chat_template.jinja, or in "
+        f"tokenizer_config.json) fails on the messages of sample {conversation.sample_id}"
+    )

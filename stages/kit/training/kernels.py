@@ -37,7 +37,7 @@ def refuse_wrong_kernels(device: str) -> None:
     """Raises UserError if a tiny model has other gradients with Liger's kernels than with torch's, in fp32."""
     import torch
 
-    from stages.kit.models.folders import geometry_config_path
+    from stages.kit.models.folders import GEOMETRIES_DIR
     from stages.kit.models.kernels import fused_kernels
     from stages.kit.models.load import load_config, new_model
 
@@ -45,7 +45,7 @@ def refuse_wrong_kernels(device: str) -> None:
         torch.manual_seed(0)
         tokens = torch.arange(64, device=device)[None]
         with torch.device(device):
-            model = new_model(load_config(geometry_config_path("qwen2.5-tiny").parent), precision="fp32").train()
+            model = new_model(load_config(GEOMETRIES_DIR / "qwen2.5-tiny"), precision="fp32").train()
         with fused_kernels(model, used=fused):
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])

@@ -42,7 +42,7 @@ def nf4_bytes(numel: int) -> int:
 def test_r1_on_a_48_gb_card_holds_its_linear_layers_in_nf4() -> None:
     plan = resolve_plan(replace(shipped_params(), profile="qwen2-vl-7b-48gb"), "r1-llm-only", train_samples=8)
     plan = replace(plan, max_length=64)
-    config = with_depth(load_config(ROOT / "stages/kit/models/geometries/qwen2-vl-7b"), (2, 1))
+    config = with_depth(load_config(ROOT / "stages/kit/models/geometries/Qwen/Qwen2-VL-7B-Instruct"), (2, 1))
     peak = record_step(plan, config, processor_of("detection"), batch_of(plan, config)).peaks()["backward"]
 
     model = meta_model(config)

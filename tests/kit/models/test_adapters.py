@@ -16,25 +16,18 @@ from stages.kit.models.adapters import (
     part_of,
     trained_modules,
 )
-from stages.kit.models.folders import PUBLISHED
+from stages.kit.models.folders import GEOMETRIES_DIR
 from stages.kit.models.load import load_config, meta_model
 from tests import ROOT
 from tools.plan import root_base, trainable_recipes
 
 PARAMS = load_params(ROOT / "params.yaml")
-GEOMETRIES = {
-    "data/tiny/qwen2": "data/tiny/qwen2",
-    "data/tiny/qwen2-folklore": "data/tiny/qwen2-folklore",
-    "data/tiny/qwen2-vl": "data/tiny/qwen2-vl",
-    **{repository: f"stages/kit/models/geometries/{name}" for repository, name in PUBLISHED.items()},
-}
-"""Folder with the real configuration of each base."""
 
 
 def meta(base: str, build: BuildParams | None = None) -> torch.nn.Module:
-    """build: that makes a mixture of models like the base."""
+    """base: a folder of the checkout, or a repository of the hub. build: a mixture of models like it."""
     warnings.simplefilter("ignore", FutureWarning)
-    config = load_config(ROOT / GEOMETRIES[base])
+    config = load_config(ROOT / base if base.startswith("data/") else GEOMETRIES_DIR / base)
     return meta_model(mixture_config(config, experts=len(build.experts), top_k=build.top_k) if build else config)
 
 

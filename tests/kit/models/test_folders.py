@@ -10,14 +10,11 @@ from safetensors.numpy import save_file
 
 from stages.core.errors import UserError
 from stages.core.params.schema import LoraParams, PartsParams
-from stages.kit.mixture.build import mixture_config
 from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.folders import (
     GEOMETRIES_DIR,
     check_model_folder,
     copy_model_files,
-    geometry_config_path,
-    geometry_names,
 )
 from stages.kit.models.load import load_config, meta_model
 
@@ -83,38 +80,25 @@ def test_an_unsafe_or_damaged_model_is_refused(
 @pytest.mark.parametrize(
     ("name", "weights", "llm", "vision"),
     [
-        ("qwen2-vl-2b", 2_208_985_600, 9_232_384, 5_242_880),
-        ("qwen2-vl-7b", 8_291_375_616, 20_185_088, 5_242_880),
-        ("qwen2.5-7b", 7_615_616_512, 20_185_088, 0),
-        ("qwen1.5-moe-a2.7b", 14_315_784_192, 3_145_728, 0),
-        ("qwen2.5-vl-7b", 8_292_166_656, 20_185_088, 5_575_680),
-        ("qwen3-8b", 8_190_735_360, 21_823_488, 0),
-        ("qwen3-vl-4b", 4_437_815_808, 16_515_072, 3_145_728),
-        ("qwen3-vl-8b", 8_767_123_696, 21_823_488, 3_849_984),
-        ("llama-3.1-8b", 8_030_261_248, 20_971_520, 0),
-        ("gemma-3-1b", 999_885_952, 6_522_880, 0),
-        ("phi-3-mini", 3_821_079_552, 12_582_912, 0),
+        ("Qwen/Qwen2-VL-2B-Instruct", 2_208_985_600, 9_232_384, 5_242_880),
+        ("Qwen/Qwen2-VL-7B-Instruct", 8_291_375_616, 20_185_088, 5_242_880),
+        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512, 20_185_088, 0),
+        ("Qwen/Qwen1.5-MoE-A2.7B", 14_315_784_192, 3_145_728, 0),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", 8_292_166_656, 20_185_088, 5_575_680),
+        ("Qwen/Qwen3-8B", 8_190_735_360, 21_823_488, 0),
+        ("Qwen/Qwen3-VL-4B-Instruct", 4_437_815_808, 16_515_072, 3_145_728),
+        ("Qwen/Qwen3-VL-8B-Instruct", 8_767_123_696, 21_823_488, 3_849_984),
+        ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248, 20_971_520, 0),
+        ("google/gemma-3-1b-it", 999_885_952, 6_522_880, 0),
+        ("microsoft/Phi-3-mini-4k-instruct", 3_821_079_552, 12_582_912, 0),
     ],
 )
 def test_geometries_have_their_published_sizes(name: str, weights: int, llm: int, vision: int) -> None:
     """And all-linear LoRA of rank 8 trains 8 (inputs + outputs) of each linear layer."""
     warnings.simplefilter("ignore", FutureWarning)
-    model = meta_model(load_config(geometry_config_path(name).parent))
+    model = meta_model(load_config(GEOMETRIES_DIR / name))
     assert count_trainable(model).all == weights
     parts = PartsParams(llm="lora", vision="lora" if vision else "frozen")
     lora = LoraParams(rank=8, alpha=8, targets=dict.fromkeys(parts.trained("lora"), ("all-linear",)))
     counts = count_trainable(apply_recipe(model, parts, lora))
     assert (counts.llm, counts.vision, counts.projector) == (llm, vision, 0)
-
-
-def test_the_mixtures_geometry_is_that_of_a_build() -> None:
-    dense, mixture = (load_config(geometry_config_path(name).parent) for name in ("qwen2-1.5b", "qwen2-1.5b-x2"))
-    built = mixture_config(dense, experts=2, top_k=2).to_dict()
-    assert {**mixture.to_dict(), "_name_or_path": None} == {**built, "_name_or_path": None}
-
-
-def test_geometries_are_known_by_name() -> None:
-    assert set(GEOMETRIES_DIR.rglob("*.json")) == {geometry_config_path(name) for name in geometry_names()}
-    for name, reason in (("qwen2-vl-7", r"did you mean 'qwen2-vl-7b'"), ("../geometries/qwen2-vl-7b", "no geometry")):
-        with pytest.raises(UserError, match=reason):
-            geometry_config_path(name)

@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, modeling_utils
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.internals.torch_internals import expand_segments
-from stages.kit.models.folders import geometry_config_path
+from stages.kit.models.folders import GEOMETRIES_DIR
 from stages.kit.models.kernels import PACKED
 from stages.kit.models.load import (
     balanced_gpus,
@@ -158,7 +158,7 @@ def test_the_balanced_map_is_that_of_from_pretrained_on_empty_gpus(
 
 def test_the_map_depends_on_no_gpus_size_and_other_placements_have_none(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    config = load_config(geometry_config_path("qwen2.5-7b").parent)
+    config = load_config(GEOMETRIES_DIR / "Qwen/Qwen2.5-7B-Instruct")
     plan = spread_plan(2)
     small = replace(plan, device=replace(plan.device, memory_gb=4.0))
     assert balanced_gpus(small, config) == balanced_gpus(plan, config)
