@@ -237,11 +237,8 @@ def load_trained(base: PreTrainedModel, folder: Path) -> PreTrainedModel | PeftM
     """`base` with the trained weights of `folder`: full weights in place of its own, adapters attached, not merged.
 
     The caller has made sure that this is the right base (`lineage.require_base`), whose weights have the same shapes.
-    Raises UserError for a folder without any.
     """
     weights_path, adapter_dir = folder / WEIGHTS_FILE, folder / ADAPTER_DIR
-    if not weights_path.exists() and not adapter_dir.exists():
-        raise UserError(f"{folder} holds neither {WEIGHTS_FILE} nor {ADAPTER_DIR}/")
     parameters = dict(base.named_parameters())
     for name, tensor in (load_file(weights_path) if weights_path.exists() else {}).items():
         assert parameters[name].shape == tensor.shape, (weights_path, name, tensor.shape)

@@ -201,11 +201,9 @@ def fused_kernels(model: PreTrainedModel | PeftModel, *, used: bool) -> Iterator
 
 
 def fuse_adapters(model: nn.Module) -> None:
-    """Replace the `forward` of LoRA layers by `adapted`; PEFT's stays where a layer has more than one plain adapter."""
+    """Replace the `forward` of LoRA layers by `adapted`."""
     for layer in model.modules():
-        if not isinstance(layer, LoraLayer) or not isinstance(layer.get_base_layer(), nn.Linear):
-            continue
-        if len(layer.active_adapters) == 1 and not layer.lora_variant and not any(layer.lora_bias.values()):
+        if isinstance(layer, LoraLayer):  # `lora_config` makes one plain adapter for each of some linear layers
             layer.forward = partial(adapted, layer)
 
 

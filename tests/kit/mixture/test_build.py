@@ -13,7 +13,6 @@ from stages.core.errors import UserError
 from stages.core.lineage import read_lineage
 from stages.kit.mixture import build
 from stages.kit.mixture.build import check_lineages, merge_experts
-from stages.kit.mixture.routing import routed_to
 from stages.kit.models.folders import check_model_folder
 from tests.kit.mixture.dense import save_base, save_expert, set_routers
 
@@ -50,16 +49,6 @@ def test_identical_experts_are_the_dense_model(tmp_path: Path, count: int, top_k
     set_routers(folder, router)
     assert (logits(expert) - logits(base_dir)).abs().max() > 0.1
     assert (logits(folder) - logits(expert)).abs().max() < 1e-5
-
-
-def test_a_mixture_routed_to_one_expert_is_that_expert(
-    base_dir: Path, experts: dict[str, Path], tmp_path: Path
-) -> None:
-    mixture = load(merged(base_dir, experts, tmp_path / "m"))
-    for number, folder in enumerate(experts.values()):
-        with routed_to(mixture, number):
-            assert (logits(mixture) - logits(folder)).abs().max() < 1e-5
-        assert (logits(mixture) - logits(folder)).abs().max() > 0.1
 
 
 def test_a_mixture_loads_whole_with_a_zero_shared_expert(

@@ -11,15 +11,10 @@ from transformers import PreTrainedModel
 
 from stages.core.params.schema import DeviceParams
 from stages.kit.mixture.build import merge_experts
-from stages.kit.mixture.certificate import (
-    TOLERANCE,
-    BuildCertificate,
-    Change,
-    Domain,
-)
+from stages.kit.mixture.certificate import TOLERANCE, BuildCertificate, Change
 from stages.kit.mixture.routing import measure_domains
 from stages.kit.models.load import load_model
-from stages.kit.models.prompts import Processor, load_processor
+from stages.kit.models.prompts import load_processor
 from tests.kit.mixture.dense import conversation, save_expert
 from tests.made_up_records import BUILD_CERTIFICATE
 
@@ -27,16 +22,6 @@ PROBES = {
     "a": [conversation("What is a lake?"), conversation("Is it deep?", "Đúng vậy.")],
     "b": [conversation("meeting : so then we said 1 2 3 4 5 6 7 8 9")],
 }
-
-
-@pytest.fixture(scope="module")
-def processor(base_dir: Path) -> Processor:
-    return load_processor(base_dir, None)
-
-
-@pytest.fixture
-def two(experts: dict[str, Path]) -> dict[str, Path]:
-    return {name: experts[name] for name in PROBES}
 
 
 def load(folder: Path, precision: str = "fp32") -> PreTrainedModel:
@@ -49,55 +34,54 @@ def mixture_of(base_dir: Path, experts: dict[str, Path], folder: Path) -> Path:
     return folder
 
 
-def domains_of(
-    experts: dict[str, Path], processor: Processor, built_dir: Path, precision: str = "fp32"
-) -> dict[str, Domain]:
-    return measure_domains(built_dir, experts, PROBES, load=partial(load, precision=precision), processor=processor)
-
-
-def certificate(domains: dict[str, Domain], precision: str = "fp32") -> BuildCertificate:
+def certificate(built_dir: Path, experts: dict[str, Path], precision: str = "fp32") -> BuildCertificate:
+    domains = measure_domains(
+        *(built_dir, experts, PROBES),
+        load=partial(load, precision=precision),
+        processor=load_processor(built_dir, None),
+    )
     changes = dict.fromkeys(domains, Change(mlp=1.0, outside=0.0))
     tolerance = TOLERANCE[precision]
     return replace(BUILD_CERTIFICATE, precision=precision, changes=changes, tolerance=tolerance, domains=domains)
 
 
+@pytest.fixture
+def two(experts: dict[str, Path]) -> dict[str, Path]:
+    return {name: experts[name] for name in PROBES}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_each_expert_is_in_the_mixture_unchanged(
-    base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path, precision: str
+    base_dir: Path, two: dict[str, Path], tmp_path: Path, precision: str
 ) -> None:
-    found = domains_of(two, processor, mixture_of(base_dir, two, tmp_path / "m"), precision)
-    for name, domain in found.items():
+    found = certificate(mixture_of(base_dir, two, tmp_path / "m"), two, precision)
+    for name, domain in found.domains.items():
         assert domain.forced_deviation < TOLERANCE[precision] / 2
         assert domain.probes == len(PROBES[name])
         assert domain.routing.load == pytest.approx([0.5, 0.5])  # routers of zeros
         assert domain.routing.entropy == pytest.approx(1)
-    written = certificate(found, precision)
-    assert written.problems() == []
-    written.write(tmp_path / "moe.json")
-    assert BuildCertificate.read(tmp_path / "moe.json") == written
+    assert found.problems() == []
+    found.write(tmp_path / "moe.json")
+    assert BuildCertificate.read(tmp_path / "moe.json") == found
 
 
-def test_a_changed_expert_fails_the_certificate(
-    base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path
-) -> None:
+def test_a_changed_expert_fails_the_certificate(base_dir: Path, two: dict[str, Path], tmp_path: Path) -> None:
     folder = mixture_of(base_dir, two, tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.experts.1.down_proj.weight"] *= 0.99
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    found = domains_of(two, processor, folder)
-    (problem,) = certificate(found).problems()
+    found = certificate(folder, two)
+    (problem,) = found.problems()
     assert problem.startswith("expert b alone deviates by")
-    nan = certificate({"a": found["a"], "b": replace(found["b"], forced_deviation=math.nan)})
-    assert len(nan.problems()) == 1
+    nan = {**found.domains, "b": replace(found.domains["b"], forced_deviation=math.nan)}
+    assert len(replace(found, domains=nan).problems()) == 1
 
 
 def test_a_change_outside_the_mlps_does_not_fail_the_certificate(
-    base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path
+    base_dir: Path, two: dict[str, Path], tmp_path: Path
 ) -> None:
     moved = {**two, "b": save_expert(tmp_path / "b", base_dir, seed=2, outside=0.05)}
-    found = domains_of(moved, processor, mixture_of(base_dir, moved, tmp_path / "m"))
-    assert found["a"].forced_deviation < 1e-5
-    assert found["b"].forced_deviation > 0.05
-    changed = replace(certificate(found), changes={"a": Change(mlp=1, outside=0), "b": Change(mlp=1, outside=0.1)})
-    assert changed.problems() == []
-    assert len(certificate(found).problems()) == 1
+    found = certificate(mixture_of(base_dir, moved, tmp_path / "m"), moved)
+    assert found.domains["a"].forced_deviation < 1e-5 < 0.05 < found.domains["b"].forced_deviation
+    assert len(found.problems()) == 1
+    assert replace(found, changes={**found.changes, "b": Change(mlp=1, outside=0.1)}).problems() == []

@@ -1,6 +1,6 @@
 """A mixture is trained like any other model, except for its shared expert, which is zero."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from stages.kit.models.adapters import (
 from stages.kit.models.load import load_config, load_model, meta_model
 
 FULL = PartsParams(llm="full")
+FIRST = "model.layers.0."
 
 
 def load(folder: Path) -> torch.nn.Module:
@@ -40,28 +41,25 @@ def test_all_of_a_mixture_is_trained_but_the_idle_shared_expert(mixture_dir: Pat
     assert all(parameter.requires_grad for parameter in apply_recipe(meta_model(other), FULL, None).parameters())
 
 
-@pytest.mark.parametrize(
-    ("target", "modules"),
-    [(None, {"mlp.gate", "mlp.experts"}), ("mlp.gate", {"mlp.gate"}), ("mlp", {"mlp.gate", "mlp.experts"})],
-)
-def test_full_targets_reach_gates_and_experts(mixture_dir: Path, target: str | None, modules: set[str]) -> None:
-    targets: Any = {"llm": (target,)} if target else None
+def trained(folder: Path, parts: PartsParams, lora: LoraParams | None, *target: str) -> set[str]:
+    """Modules of the first layer, trained and planned."""
+    targets: Any = {"llm": target} if target else None
     model, planned = (
-        apply_recipe(each, FULL, None, targets) for each in (load(mixture_dir), meta_model(load_config(mixture_dir)))
+        apply_recipe(each, parts, lora, targets) for each in (load(folder), meta_model(load_config(folder)))
     )
-    trained = {name for name in trained_modules(model) if ".mlp." in name}
-    assert trained == {f"model.layers.{layer}.{name}" for layer in range(2) for name in modules}
     assert asdict(count_trainable(planned)) == asdict(count_trainable(model))
+    return {name.removeprefix(FIRST) for name in trained_modules(model) if name.startswith(FIRST)}
 
 
-def test_neither_lora_nor_full_targets_reach_the_shared_expert(mixture_dir: Path) -> None:
-    def lora(target: str) -> set[str]:
-        settings = LoraParams(rank=2, alpha=4, targets={"llm": (target,)})
-        return trained_modules(apply_recipe(load(mixture_dir), PartsParams(llm="lora"), settings))
-
-    assert lora("q_proj") == {f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)}
-    with pytest.raises(UserError, match=r"lora.targets.llm: 'up_proj' names no linear layer"):
-        lora("up_proj")
+def test_targets_reach_gates_and_experts_and_never_the_shared_one(mixture_dir: Path) -> None:
+    both = {"mlp.gate", "mlp.experts"}
+    assert {name for name in trained(mixture_dir, FULL, None) if "mlp" in name} == both
+    assert trained(mixture_dir, FULL, None, "mlp") == both
+    assert trained(mixture_dir, FULL, None, "mlp.gate") == {"mlp.gate"}
     for target in ("shared_expert", "gate_proj", "shared_expert_gate"):
         with pytest.raises(UserError, match=rf"full_targets.llm: '{target}' names no module with weights; .* gate, "):
-            apply_recipe(load(mixture_dir), FULL, None, {"llm": (target,)})
+            trained(mixture_dir, FULL, None, target)
+    lora = LoraParams(rank=2, alpha=4, targets={"llm": ("q_proj",)})
+    assert trained(mixture_dir, PartsParams(llm="lora"), lora) == {"self_attn.q_proj"}
+    with pytest.raises(UserError, match=r"lora.targets.llm: 'up_proj' names no linear layer"):
+        trained(mixture_dir, PartsParams(llm="lora"), replace(lora, targets={"llm": ("up_proj",)}))

@@ -26,6 +26,7 @@ from triton.runtime import interpreter
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES
 from stages.kit.internals.accelerate_internals import reset_accelerator
+from stages.kit.internals.trl_internals import NoKernel
 from stages.kit.models.kernels import ROTATE, fused_kernels, rotated
 from stages.kit.training.kernels import refuse_wrong_kernels
 from tests.kit.memory.real_steps import measured_bytes
@@ -57,11 +58,6 @@ KERNELS = (
     (rope, "_triton_rope"),
 )
 FUSED = [model_type for model_type, family in FAMILIES.items() if family.fused_like]
-
-
-class NoKernel:
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *_, **__: None
 
 
 def plan_for(model_type: str, **settings: Any) -> Any:

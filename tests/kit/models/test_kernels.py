@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from stages.core.params.schema import DeviceParams, LoraParams, PartsParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.internals.torch_internals import PatchProjection
 from stages.kit.internals.transformers_internals import attending_by
 from stages.kit.models import kernels
 from stages.kit.models.adapters import apply_recipe
@@ -35,38 +34,14 @@ from stages.kit.models.prompts import encode, load_processor
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_patch_projection_equals_its_convolution(bias: bool) -> None:
-    torch.manual_seed(0)
-    convolution = nn.Conv3d(3, 16, kernel_size=(2, 7, 7), stride=(2, 7, 7), bias=bias)
-    projection = PatchProjection(3, 16, kernel_size=(2, 7, 7), stride=(2, 7, 7), bias=bias)
-    projection.load_state_dict(convolution.state_dict())
-    patches = torch.randn(5, 3, 2, 7, 7)
-    with pytest.raises(AssertionError, match=r"3, 2, 14, 7\].*3, 2, 7, 7\]"):
-        projection(torch.randn(1, 3, 2, 14, 7))
-    outputs = [module(patches) for module in (convolution, projection)]
-    torch.testing.assert_close(outputs[1], outputs[0])
-    for output in outputs:
-        output.square().sum().backward()
-    for ours, theirs in zip(projection.parameters(), convolution.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-4)
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_layer_norm_gradients_do_not_depend_on_threads(bias: bool, threads: Callable[[int], None]) -> None:
+def test_layer_norm_gradients_do_not_depend_on_threads(bias: bool, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.manual_seed(0)
     rows, upstream = torch.randn(900, 700), torch.randn(900, 700)
-    norms = [kind(700, bias=bias) for kind in (nn.LayerNorm, *[ThreadIndependentLayerNorm] * 3)]
+    plain, *ours = norms = [kind(700, bias=bias) for kind in (nn.LayerNorm, *[ThreadIndependentLayerNorm] * 3)]
     for count, norm in zip((1, 1, 2, 4), norms, strict=True):
-        threads(count)
+        torch.set_num_threads(count)
         norm(rows).backward(upstream)
-    plain, *ours = norms
     for parameters in zip(*(norm.parameters() for norm in ours), strict=True):
         assert all(torch.equal(parameter.grad, parameters[0].grad) for parameter in parameters)
     for one, other in zip(ours[0].parameters(), plain.parameters(), strict=True):
@@ -75,46 +50,41 @@ def test_layer_norm_gradients_do_not_depend_on_threads(bias: bool, threads: Call
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_loaded_vision_tower_has_no_convolution_and_the_same_logits(
+def test_a_loaded_vision_tower_has_no_convolution_and_the_same_logits_and_gradients(
     hooked: bool, tiny_vlm: Path, probes: list[Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """hooked: accelerate's hooks were there first, as on several GPUs."""
     model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     if hooked:
-        plain_conv = model.model.visual.patch_embed.proj
-        plain_conv.__class__ = nn.Conv3d
+        model.model.visual.patch_embed.proj.__class__ = nn.Conv3d
         dispatch_model(model, {"": "cpu"}, force_hooks=True)
         replace_modules(model, "sdpa")
-    processor = load_processor(tiny_vlm, None)
+    inputs = encode(load_processor(tiny_vlm, None), probes, padding_side="right")
     plain = type(model).from_pretrained(tiny_vlm, dtype=torch.float32).eval()
-    expected = probe_logits(plain, processor, probes)
+    expected = plain(**inputs).logits
+    expected.square().mean().backward()
     assert weight_digests(model) == weight_digests(plain)
 
     def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise AssertionError("a convolution")
 
     monkeypatch.setattr(nn.Conv3d, "_conv_forward", convolve)
-    for ours, theirs in zip(probe_logits(model, processor, probes), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture
-def experts(tiny_mixture: tuple[Any, Any]) -> Any:
-    return tiny_mixture[0].model.layers[0].mlp.experts
-
-
-def routed(experts: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    hidden = torch.randn(6, experts.hidden_dim, dtype=dtype, requires_grad=True)
-    return hidden, torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]]), torch.full((6, 2), 0.5, dtype=dtype)
+    found = model(**inputs).logits
+    found.square().mean().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    ours, theirs = (each.model.visual.patch_embed.proj.weight.grad for each in (model, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_experts_under_autocast_multiply_in_16_bits_with_gradients_in_fp32(
-    experts: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tiny_mixture: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = routed(experts, dtype)
-    exact = grouped_mm_experts_forward(experts, *routed(experts, torch.float32))
+    experts = tiny_mixture[0].model.layers[0].mlp.experts
+    torch.manual_seed(0)
+    hidden, top = torch.randn(6, experts.hidden_dim), torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]])
+    exact = grouped_mm_experts_forward(experts, hidden, top, torch.full((6, 2), 0.5))
     used: list[tuple[torch.dtype, ...]] = []
     grouped_mm = torch.nn.functional.grouped_mm
 
@@ -124,7 +94,7 @@ def test_experts_under_autocast_multiply_in_16_bits_with_gradients_in_fp32(
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", noted)
     with torch.autocast("cpu", dtype=dtype):
-        output = autocast_experts(experts, *inputs)
+        output = autocast_experts(experts, hidden.to(dtype), top, torch.full((6, 2), 0.5, dtype=dtype))
     assert used == [(dtype, dtype)] * 2
     torch.testing.assert_close(output.float(), exact, rtol=0.05, atol=0.05)
     gradient, *_ = torch.autograd.grad(output.float().square().sum(), [experts.gate_up_proj])
@@ -179,17 +149,12 @@ def plain_varlen_attn(
 
 
 @pytest.mark.parametrize("module", [DECODER, TOWER])
-def test_packed_samples_see_only_themselves(module: Any) -> None:
-    output, _ = packed_attention(module, *states(), None, **ROW)
-    torch.testing.assert_close(output, masked(module, *states()))
-
-
-@pytest.mark.parametrize("module", [DECODER, TOWER])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_packed_row_is_one_call_of_flash_attention_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, autocast: bool, module: Any
 ) -> None:
     """torch's kernel runs on a GPU only: its stand-in checks its arguments."""
+    torch.testing.assert_close(packed_attention(module, *states(), None, **ROW)[0], masked(module, *states()))
     assert not kernels.takes_variable_lengths(states(torch.bfloat16)[0]), "on a CPU"
     monkeypatch.setattr(kernels, "takes_variable_lengths", lambda query: query.dtype == torch.bfloat16)
     monkeypatch.setattr(kernels, "varlen_attn", plain_varlen_attn)
@@ -198,12 +163,6 @@ def test_a_packed_row_is_one_call_of_flash_attention_on_a_gpu(
         output, _ = packed_attention(module, *given, None, **ROW)
     assert output.shape == (1, sum(LENGTHS), HEADS, WIDTH)
     torch.testing.assert_close(output.float(), masked(module, *states()), rtol=0, atol=0.03)
-
-
-def test_a_loaded_model_never_attends_by_cudnn(tiny_vlm: Path) -> None:
-    torch.backends.cuda.enable_cudnn_sdp(enabled=True)
-    load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32")
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_model_for_packed_rows_attends_to_padded_ones_for_a_while(tiny_vlm: Path, probes: list[Conversation]) -> None:
@@ -270,11 +229,3 @@ def test_adapters_without_copies_drop_what_pefts_drop(tiny_vlm: Path, probes: li
     expected, found = gradients_of(one, inputs, None), gradients_of(other, inputs, None)
     assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-5)
     assert float(found["loss"]) != pytest.approx(float(gradients_of(other.eval(), inputs, None)["loss"]), rel=1e-3)
-
-
-def test_several_adapters_are_left_to_peft(tiny_vlm: Path) -> None:
-    model = adapted_model(tiny_vlm, "none")
-    model.add_adapter("other", model.peft_config["default"])
-    model.base_model.set_adapter(["default", "other"])
-    kernels.fuse_adapters(model)
-    assert not any("forward" in vars(layer) for layer in model.modules() if isinstance(layer, LoraLayer))

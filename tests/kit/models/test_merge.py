@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from stages.core.errors import UserError
 from stages.core.lineage import write_lineage
@@ -122,14 +122,6 @@ def test_only_trained_weights_are_saved_with_a_relative_base_and_ordered_targets
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "data/bases/vlm"
     assert config["target_modules"] == sorted(config["target_modules"])
-
-
-def test_trained_weights_that_do_not_fit_are_refused(tiny_vlm: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds neither"):
-        load_trained(load(tiny_vlm), tmp_path)
-    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / WEIGHTS_FILE)
-    with pytest.raises(AssertionError, match=r"lm_head.weight"):
-        load_trained(load(tiny_vlm), tmp_path)
 
 
 @pytest.mark.parametrize(
