@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trl import chat_template_utils
@@ -33,7 +33,7 @@ TEMPLATES = {
     "gemma3_text": ("gemma3", GEMMA_TOKENS, {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}),
     "llama": ("llama3_1", LLAMA_TOKENS, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
 }
-"""For each model_type: its published template, by TRL's name or as it is, special tokens, and those with a role."""
+"""For each model_type: its published template by TRL's name, special tokens, and those with a role."""
 ENDS = {"llama": "<|eot_id|>", "gemma3_text": "<end_of_turn>", "phi3": "<|end|>"}
 """End of a turn; <|im_end|> in the other families."""
 
@@ -53,6 +53,8 @@ OWN: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
     },
     "qwen3": {"head_dim": 32},
+    # Features that go to the last layer reach no token that counts.
+    "qwen3_vl": {"head_dim": 16, "num_hidden_layers": 3},
     "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "llama": {
         "rope_parameters": {
@@ -90,18 +92,17 @@ PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
 
 
 def template_of(model_type: str) -> str:
-    template = TEMPLATES[model_type][0]
-    return template if "{" in template else (TEMPLATES_DIR / f"{template}.jinja").read_text(encoding="utf-8")
+    return (TEMPLATES_DIR / f"{TEMPLATES[model_type][0]}.jinja").read_text(encoding="utf-8")
 
 
 def tokenizer_for(model_type: str) -> PreTrainedTokenizerFast:
     """Byte-level BPE of a few pieces, with the family's special tokens and its published chat template."""
     _, special, named = TEMPLATES[model_type]
-    pieces = json.loads(
-        train_tokenizer(["Detect the bounding box of the nutrition table."], 300).backend_tokenizer.to_str()
-    )
-    pieces["added_tokens"] = []
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_restored(pieces), **named)
+    trained = train_tokenizer(["Detect the bounding box of the nutrition table."], 300)
+    pieces = json.loads(trained.backend_tokenizer.to_str()) | {"added_tokens": []}
+    for token in SPECIAL_TOKENS:
+        pieces["model"]["vocab"].pop(token, None)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(pieces)), **named)
     # Without a name of their own, as those of Gemma 3, Llama and Phi-3 are published.
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
     tokenizer.chat_template = template_of(model_type)
@@ -109,41 +110,25 @@ def tokenizer_for(model_type: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _restored(pieces: dict[str, Any]) -> Any:
-    from tokenizers import Tokenizer
-
-    for token in SPECIAL_TOKENS:
-        pieces["model"]["vocab"].pop(token, None)
-    return Tokenizer.from_str(json.dumps(pieces))
-
-
-def processor_for(model_type: str, *, pixels: tuple[int, int] = (3136, 12544)) -> Processor:
+def processor_for(model_type: str) -> Processor:
     tokenizer = tokenizer_for(model_type)
     if model_type not in VISION:
         return tokenizer
-    size = {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
+    size = {"shortest_edge": 3136, "longest_edge": 12544}
     images = Qwen2VLImageProcessorPil(size=size, patch_size=PATCH[model_type])
     return images_only(model_type)(images, tokenizer, chat_template=tokenizer.chat_template)
 
 
-def config_for(model_type: str, **text: Any) -> Any:
+def config_for(model_type: str) -> Any:
     tokenizer = tokenizer_for(model_type)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    settings = {**TEXT, **OWN.get(model_type, {}), "vocab_size": len(tokenizer), **ids, **text}
+    settings = {**TEXT, **OWN.get(model_type, {}), "vocab_size": len(tokenizer), **ids}
     if model_type not in VISION:
         return AutoConfig.for_model(model_type, **settings)
     settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    if model_type == "qwen3_vl":
-        # Features that go to the last layer reach no token that counts.
-        settings |= {"head_dim": 16, "num_hidden_layers": 3}
-    token = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{text}|>")
-        for name, text in (
-            *(("image", "image_pad"), ("video", "video_pad")),
-            *(("vision_start", "vision_start"), ("vision_end", "vision_end")),
-        )
-    }
-    return AutoConfig.for_model(model_type, text_config=settings, vision_config=VISION[model_type], **token)
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    tokens = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{text}|>") for name, text in names.items()}
+    return AutoConfig.for_model(model_type, text_config=settings, vision_config=VISION[model_type], **tokens)
 
 
 def save_tiny_family(model_type: str, folder: Path) -> Path:

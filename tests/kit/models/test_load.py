@@ -1,9 +1,7 @@
 import json
-import logging
 import multiprocessing
 import os
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from transformers import AutoModelForImageTextToText, modeling_utils
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.internals.torch_internals import expand_segments
-from stages.kit.models.folders import GEOMETRIES_DIR
 from stages.kit.models.kernels import PACKED
 from stages.kit.models.load import (
     balanced_gpus,
@@ -154,14 +151,3 @@ def test_the_balanced_map_is_that_of_from_pretrained_on_empty_gpus(
             )
     ours = balanced_gpus(spread_plan(count, quantization=quantization), load_config(tiny_vlm))
     assert [ours] == found
-
-
-def test_the_map_depends_on_no_gpus_size_and_other_placements_have_none(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    config = load_config(GEOMETRIES_DIR / "Qwen/Qwen2.5-7B-Instruct")
-    plan = spread_plan(2)
-    small = replace(plan, device=replace(plan.device, memory_gb=4.0))
-    assert balanced_gpus(small, config) == balanced_gpus(plan, config)
-    assert not caplog.records
-    for placement in ("single", "ddp", "sharded"):
-        assert balanced_gpus(replace(plan, placement=placement), config) is None
