@@ -191,9 +191,8 @@ def _answer_tokens(processor: Processor, text: str, conversation: Conversation, 
     starts, ends = narrow["offset_mapping"][0].unbind(1)
     in_answer = torch.zeros_like(starts, dtype=torch.bool)
     with _template_errors(processor, conversation):
-        spans = list(answer_spans(tokenizer, _messages(processor, conversation)))
-    for start, end in spans:
-        in_answer |= (starts < end) & (ends > start)
+        for start, end in _answer_spans(tokenizer, _messages(processor, conversation)):
+            in_answer |= (starts < end) & (ends > start)
     placeholder = getattr(processor, "image_token_id", None)
     if placeholder is None:
         return in_answer
@@ -250,22 +249,17 @@ def shortened(processor: Processor, conversation: Conversation, max_length: int 
 def rendered(processor: Processor, conversation: Conversation) -> str:
     """The text that the model reads before it is tokenized, with a placeholder for each image.
 
-    Raises UserError if the chat template fails.
+    An unanswered conversation ends with the prompt for an answer. Raises UserError if the chat template fails.
     """
+    tokenizer, messages = tokenizer_of(processor), _messages(processor, conversation)
     with _template_errors(processor, conversation):
-        return rendered_messages(tokenizer_of(processor), _messages(processor, conversation))
+        if conversation.answered():
+            return _render(tokenizer, marked_template(tokenizer), messages)[0]
+        return _render(tokenizer, tokenizer.get_chat_template(), messages, add_generation_prompt=True)[0]
 
 
-def rendered_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
-    """An answered conversation as text, or an unanswered one with the prompt for an answer."""
-    template = tokenizer.get_chat_template()
-    if messages[-1]["role"] == "assistant":
-        return _render(tokenizer, marked_template(tokenizer), messages)[0]
-    return _render(tokenizer, template, messages, add_generation_prompt=True)[0]
-
-
-def answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[tuple[int, int]]:
-    """Start and end of each answer with the end of its turn, in characters of `rendered_messages`.
+def _answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[tuple[int, int]]:
+    """Start and end of each answer with the end of its turn, in characters of the rendered text.
 
     Text that the prompt already has (a line break in Qwen2.5's marks, an empty <think> block in Qwen3's) and a line
     break behind the end of the turn are not part of it. Raises UserError if the template marks another number of

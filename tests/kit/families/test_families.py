@@ -30,7 +30,7 @@ from stages.kit.models.prompts import (
     encode,
     load_processor,
     marked_template,
-    rendered_messages,
+    rendered,
     resizing,
     tokenizer_of,
 )
@@ -63,6 +63,10 @@ def processor_for(name: str) -> Processor:
         return load_processor(Path(folder), None)
 
 
+def as_text(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    return rendered(tokenizer, Conversation(sample_id="sample-7", messages=messages))
+
+
 def turns(*texts: str, images: int = 0) -> Conversation:
     roles = ("user", "assistant")
     messages: list[dict[str, Any]] = [
@@ -87,14 +91,14 @@ def test_the_tokens_that_count_are_the_answers_and_the_ends_of_their_turns(name:
 def test_a_model_is_trained_on_what_it_is_asked_and_what_its_own_template_writes(name: str) -> None:
     tokenizer = tokenizer_of(processor_for(name))
     for messages in (TALK, TALK[1:], TALK[1:3]):
-        text = rendered_messages(tokenizer, messages)
+        text = as_text(tokenizer, messages)
         assert text == tokenizer.apply_chat_template(messages, tokenize=False)
-        assert text.startswith(rendered_messages(tokenizer, messages[:-1]))
-    earlier = rendered_messages(tokenizer, TALK[:2])
+        assert text.startswith(as_text(tokenizer, messages[:-1]))
+    earlier = as_text(tokenizer, TALK[:2])
     if name == "qwen3":  # it has the block in the prompt, and never in what was said before
         assert earlier.endswith("<think>\n\n</think>\n\n")
         earlier = earlier.removesuffix("<think>\n\n</think>\n\n")
-    assert rendered_messages(tokenizer, TALK).startswith(earlier)
+    assert as_text(tokenizer, TALK).startswith(earlier)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -127,7 +131,7 @@ def test_published_templates_are_known_and_one_without_marks_is_refused() -> Non
         with pytest.raises(UserError, match=r"docs/extending.md#a-model-family"):
             marked_template(tokenizer_with(name, template))
     tokenizer = tokenizer_with("llama", (TEMPLATES_DIR / "llama3_2.jinja").read_text(encoding="utf-8"))
-    prompt = rendered_messages(tokenizer, [{"role": "user", "content": "Who?"}])
+    prompt = as_text(tokenizer, [{"role": "user", "content": "Who?"}])
     assert "Today Date: 26 Jul 2024" in prompt  # never today's
 
 
