@@ -31,13 +31,11 @@ class LoadedModel:
 
 def answer(model: LoadedModel, question: Conversation) -> str:
     """Raises UserError for a question that is too long for the model."""
-    from stages.kit.evaluation.answer import room_for_questions
     from stages.kit.models.prompts import encode
 
     answerer = model.answerer
     settings, longest = answerer.settings, answerer.model.config.get_text_config().max_position_embeddings
-    room = room_for_questions(settings.max_length, settings.max_new_tokens)
-    tokens = encode(answerer.processor, [question], padding_side="left", max_length=room)["input_ids"].shape[1]
+    tokens = encode(answerer.processor, [question], padding_side="left", max_length=settings.room)["input_ids"].shape[1]
     if tokens + settings.max_new_tokens > longest:
         raise UserError(
             f"too long: {tokens:,} tokens, and {settings.max_new_tokens:,} of the answer; the model takes {longest:,}"

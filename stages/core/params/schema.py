@@ -213,6 +213,11 @@ class EvaluationParams:
     quantization_samples: Size = 32
     """Validation samples scored before and after the merge of a model trained in 4 bits, to measure its cost."""
 
+    @property
+    def room(self) -> int | None:
+        """Limit of a question in tokens."""
+        return None if self.max_length is None else self.max_length - self.max_new_tokens
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ValidationLimit:

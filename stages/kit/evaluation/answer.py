@@ -70,7 +70,7 @@ class Answerer:
             questions,
             batch_size=self.batch_size,
             max_new_tokens=self.settings.max_new_tokens,
-            max_length=self.settings.max_length,
+            room=self.settings.room,
             complete=self.complete,
         )
 
@@ -102,9 +102,8 @@ def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, pr
     config, calibration = load_config(model_dir), load_calibration()
     capacity = capacity_bytes(inference.device)
     [[longest], *_] = longest_first(questions, 1)
-    room = room_for_questions(settings.max_length, settings.max_new_tokens)
     processor = load_processor(model_dir, profile.images)
-    question = encode(processor, [questions[longest]], padding_side="left", max_length=room)
+    question = encode(processor, [questions[longest]], padding_side="left", max_length=settings.room)
 
     def predict(size: int) -> Prediction:
         batch = repeated(question, prefill_batch_size(size))
@@ -162,20 +161,19 @@ def generate_answers(
     *,
     batch_size: int,
     max_new_tokens: int,
-    max_length: int | None = None,
+    room: int | None = None,
     complete: Callable[[str], bool] | None = None,
 ) -> list[str]:
     """The answer to each of these unanswered conversations, in order.
 
     max_new_tokens: limit of an answer; the log says how many were cut there.
-    max_length: limit of question and answer together, in tokens; a shortenable text of the question is cut for it.
+    room: limit of a question in tokens, for which its shortenable text is cut.
     complete: whether an answer so far is complete, if not only the end of the turn ends it.
     Special tokens are kept; the end of the turn is cut off.
     """
     # A second tokenizer, as a fast one may not encode in one thread while it decodes in another.
     tokenizer = copy.deepcopy(tokenizer_of(processor))
     ends = end_tokens(model.generation_config, tokenizer)
-    room = room_for_questions(max_length, max_new_tokens)
 
     def prepare(indices: list[int]) -> dict[str, torch.Tensor]:
         return encode(processor, [questions[index] for index in indices], padding_side="left", max_length=room)
@@ -198,11 +196,6 @@ def generate_answers(
     if num_cut:
         log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "answer"), max_new_tokens)
     return [answers[index] for index in range(len(questions))]
-
-
-def room_for_questions(max_length: int | None, max_new_tokens: int) -> int | None:
-    """Limit of a question in tokens; max_length: of question and answer together, None for no limit."""
-    return None if max_length is None else max_length - max_new_tokens
 
 
 def answered_tokens(

@@ -30,7 +30,7 @@ from stages.core.records import Record
 from stages.core.signals import end_with_parent
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
-from stages.kit.evaluation.answer import Answerer, decoded, end_tokens, room_for_questions
+from stages.kit.evaluation.answer import Answerer, decoded, end_tokens
 from stages.kit.evaluation.vllm.environment import WORKER, Installed, engine_options, installed
 from stages.kit.models.load import load_config
 from stages.kit.models.prompts import Processor, encode, load_processor, rendered, shortened, tokenizer_of
@@ -145,11 +145,6 @@ class VllmEngine:
     """Number of earlier attempts that ran out of memory."""
 
     @property
-    def room(self) -> int | None:
-        """Tokens that a question may have."""
-        return room_for_questions(self.profile.evaluation.max_length, self.profile.evaluation.max_new_tokens)
-
-    @property
     def images(self) -> int:
         """Most images in a question."""
         return max(len(question.images) for question in self.questions)
@@ -192,7 +187,7 @@ class VllmEngine:
             for name, image in zip(names, question.images, strict=True):
                 opened = image.open_image() if isinstance(image, ImageRecord) else image
                 opened.save(folder / name, compress_level=1)
-            text = rendered(processor, shortened(processor, question, self.room))
+            text = rendered(processor, shortened(processor, question, self.profile.evaluation.room))
             ids = tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"]
             prompts.append({"ids": ids, "images": names})
         options = engine_options(self.name, self.model_dir, self.profile, images=self.images, attempt=self.attempt)
@@ -230,7 +225,7 @@ class VllmEngine:
         own, same_answers = answerer.answers(self.questions[:SAMPLES]), 0
         unlike, deviations = [], []
         for question, answer, text, own_text in zip(self.questions, cut, texts, own, strict=False):
-            seen = view(answerer.model, answerer.processor, question, answer.tokens, room=self.room)
+            seen = view(answerer.model, answerer.processor, question, answer.tokens, room=self.profile.evaluation.room)
             same_answers += text == own_text
             if problem := difference(answer, seen, same_answer=text == own_text, tolerance=tolerance):
                 unlike.append(f"{question.sample_id}: {problem}")
