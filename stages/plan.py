@@ -28,7 +28,7 @@ from stages.core.tasks import load_task, require_answer_format
 from stages.kit.memory.fit import Fit, decide, duration, fitting_batch_size
 from stages.kit.memory.predict import MemoryPredictor, capacity_bytes
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
-from stages.kit.models.adapters import TrainableCounts
+from stages.kit.models.adapters import trainable_line
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.prompts import load_processor, require_takes
@@ -110,7 +110,7 @@ def main(recipe: str) -> None:
     evaluation, batch_size = found.evaluation(fit)
     fit.plan.write(run_dir / "plan.yaml")
     fit.record(evaluation).write(run_dir / "memory.json")
-    for line in (*found.notes, TrainableCounts(**fit.plan.trainable), *fit.lines()):
+    for line in (*found.notes, trainable_line(fit.plan.trainable), *fit.lines()):
         log.info("%s", line)
     if (time := duration(fit, found.lengths, params.prices)) is not None:
         log.info("time: %s", time)

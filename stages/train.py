@@ -35,7 +35,7 @@ from stages.core.tasks import load_task
 from stages.kit.evaluation.answer import Answerer
 from stages.kit.evaluation.score import score_answers
 from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.adapters import TrainableCounts, apply_recipe, save_trained, trained_tensors
+from stages.kit.models.adapters import apply_recipe, save_trained, trainable_line, trained_tensors
 from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import gpus_in_use, load_base, process_mesh, shard
 from stages.kit.models.prompts import Processor, load_processor
@@ -92,7 +92,7 @@ def train(plan: Plan, attempt: int) -> None:
 
     model = load(plan)
     memory.loaded()
-    log.info("%s", TrainableCounts(**plan.trainable))
+    log.info(trainable_line(plan.trainable))
     with (
         kept_checkpoints(
             checkpoints_dir(repository, plan.recipe), identity, keep=params.checkpoints.keep, owner=first

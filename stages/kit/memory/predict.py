@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import TypeAlias, TypeVar
 
@@ -73,7 +73,7 @@ class MemoryPredictor:
         """The plan with what follows from the base's geometry: trainable parameters, disk for features, and what makes
         it faster; and a line on each choice."""
         model = apply_recipe(meta_model(self.config), plan.parts, plan.lora, plan.full_targets)
-        plan = replace(plan, trainable=asdict(count_trainable(model)))
+        plan = replace(plan, trainable=count_trainable(model))
         return with_speedups(self.with_features(plan, memory.features_gb), memory, self.config)
 
     def with_features(self, plan: Plan, limit_gb: float) -> Plan:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -29,21 +28,6 @@ ALL_LINEAR = "all-linear"
 
 ADAPTER_DIR = "adapter"
 WEIGHTS_FILE = "weights.safetensors"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainableCounts:
-    vision: int
-    projector: int
-    llm: int
-    total: int
-    """Trainable parameters of all parts."""
-    all: int
-    """Parameters of the model with its adapters, trainable or not."""
-
-    def __str__(self) -> str:
-        by_part = ", ".join(f"{part} {getattr(self, part):,}" for part in PARTS)
-        return f"trainable={self.total:,} of {self.all:,} ({by_part})"
 
 
 @cache
@@ -178,16 +162,23 @@ def _ends_with(name: str, suffix: str) -> bool:
     return name == suffix or name.endswith(f".{suffix}")
 
 
-def count_trainable(model: nn.Module) -> TrainableCounts:
-    counts = dict.fromkeys(PARTS, 0)
-    everything = 0
+def count_trainable(model: nn.Module) -> dict[str, int]:
+    """Trainable parameters by part and in `total`, and `all` of them, adapters among them, trainable or not."""
+    counts: dict[str, int] = dict.fromkeys((*PARTS, "total", "all"), 0)
     for name, parameter in model.named_parameters():
         packed = getattr(parameter, "quant_state", None)  # bitsandbytes packs two 4-bit weights in a byte
         size = parameter.numel() if packed is None else int(torch.Size(packed.shape).numel())
-        everything += size
+        counts["all"] += size
         if parameter.requires_grad:
             counts[part_of(name)] += size
-    return TrainableCounts(**counts, total=sum(counts.values()), all=everything)
+            counts["total"] += size
+    return counts
+
+
+def trainable_line(counts: Mapping[str, int]) -> str:
+    """counts: from `count_trainable`."""
+    by_part = ", ".join(f"{part} {counts[part]:,}" for part in PARTS)
+    return f"trainable={counts['total']:,} of {counts['all']:,} ({by_part})"
 
 
 def trained_modules(model: nn.Module) -> set[str]:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -271,7 +270,7 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
     if isinstance(model, nn.DataParallel) or devices_in_use > 1:
         raise ContractBreach(plan, "it would run under DataParallel; use placement single, ddp, sharded or balanced")
     check_placement(model, plan.device)
-    found = asdict(count_trainable(model))
+    found = count_trainable(model)
     for part, expected in plan.trainable.items():
         if found[part] != expected:
             count = "the model has" if part == "all" else f"{part} trains"

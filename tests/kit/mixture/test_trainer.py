@@ -2,7 +2,7 @@
 nothing but memory."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def trainer_of(plan: Plan, folder: Path, scratch_dir: Path, *callbacks: Any, coe
     model.config.router_aux_loss_coef = coefficient
     model = apply_recipe(model, plan.parts, None, plan.full_targets)
     return make_trainer(
-        replace(plan, trainable=asdict(count_trainable(model))),
+        replace(plan, trainable=count_trainable(model)),
         model=model,
         processor=load_processor(folder, None),
         collator=collator_of(folder, plan.loss, packed=plan.padding_free),

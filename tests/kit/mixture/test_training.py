@@ -1,6 +1,6 @@
 """A mixture is trained like any other model, except for its shared expert, which is zero."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def trained(folder: Path, parts: PartsParams, lora: LoraParams | None, *target: 
     model, planned = (
         apply_recipe(each, parts, lora, targets) for each in (load(folder), meta_model(load_config(folder)))
     )
-    assert asdict(count_trainable(planned)) == asdict(count_trainable(model))
+    assert count_trainable(planned) == count_trainable(model)
     return {name.removeprefix(FIRST) for name in trained_modules(model) if name.startswith(FIRST)}
 
 

@@ -97,8 +97,8 @@ def test_geometries_have_their_published_sizes(name: str, weights: int, llm: int
     """And all-linear LoRA of rank 8 trains 8 (inputs + outputs) of each linear layer."""
     warnings.simplefilter("ignore", FutureWarning)
     model = meta_model(load_config(GEOMETRIES_DIR / name))
-    assert count_trainable(model).all == weights
+    assert count_trainable(model)["all"] == weights
     parts = PartsParams(llm="lora", vision="lora" if vision else "frozen")
     lora = LoraParams(rank=8, alpha=8, targets=dict.fromkeys(parts.trained("lora"), ("all-linear",)))
     counts = count_trainable(apply_recipe(model, parts, lora))
-    assert (counts.llm, counts.vision, counts.projector) == (llm, vision, 0)
+    assert (counts["llm"], counts["vision"], counts["projector"]) == (llm, vision, 0)

@@ -1,6 +1,6 @@
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def build(tiny_vlm: Path, answered: Sequence[Conversation]) -> Callable[..., Rec
             padding_free=plan.padding_free,
         )
         model = apply_recipe(base, plan.parts, plan.lora)
-        plan = replace(plan, trainable={**asdict(count_trainable(model)), **more})
+        plan = replace(plan, trainable=count_trainable(model) | more)
         processor = load_processor(tiny_vlm, None)
         collator = ConversationCollator(
             *(processor, answered, lambda sample: sample),

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -164,7 +164,7 @@ def text_trainer(folder: Path, plan: Plan, scores: Mapping[int, float] | None = 
         score = draw if scores is None else lambda _: scores[made[0].state.global_step]
         validator = Validator(collator=collator, chosen=choose_samples(collator, plan), score=score)
     trainer: RecipeTrainer = make_trainer(
-        replace(plan, trainable=asdict(count_trainable(model))),
+        replace(plan, trainable=count_trainable(model)),
         model=model,
         processor=processor,
         collator=collator,

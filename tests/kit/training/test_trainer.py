@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -255,7 +255,7 @@ def started(tiny_vlm: Path) -> Started:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.ones_like(parameter)
-        return model, replace(plan, trainable=asdict(count_trainable(model)))
+        return model, replace(plan, trainable=count_trainable(model))
 
     return start
 
