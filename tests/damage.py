@@ -1,9 +1,10 @@
-"""Damage for hypothesis to draw: to bytes, to texts, and to the trees of JSON and YAML files."""
+"""Damage: a flipped bit; and for hypothesis to draw, to bytes, to texts, and to the trees of JSON and YAML files."""
 
 from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 from hypothesis import settings
@@ -48,6 +49,17 @@ def at(tree: Any, place: tuple[Any, ...]) -> Any:
     for step in place:
         tree = tree[step]
     return tree
+
+
+def flip(path: Path | str) -> None:
+    """Flip a bit in the middle of a file, as an ageing disk does: size, time and mode stay the same."""
+    path = Path(path)
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(content)
+    path.chmod(status.st_mode)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 @st.composite

@@ -56,6 +56,7 @@ def small_params(vlm_dir: Path | None = None) -> dict[str, Any]:
     tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
     tiny["memory"]["micro_batch"] = 2
     tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 8}
+    tiny["validation_limit"] = {"samples": 2, "score_samples": 1}
     for recipe in raw["recipes"].values():
         recipe.update(effective_batch=4, epochs=1)
     return raw

@@ -26,6 +26,7 @@ from stages.kit.publishing.signing import SIGNATURE_FILE
 from stages.publish import gather, main, publish_run
 from stages.tasks.detection.report import REPORT
 from tests import ROOT
+from tests.damage import flip
 from tests.made_up_publication import RUN, made_up_workspace
 from tests.tiny_families import template_of
 
@@ -50,12 +51,6 @@ def workspace(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def publish() -> Path:
     publish_run(load_params(), RUN, OUT)
     return OUT
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_the_cards_table_and_figures_are_the_reports(workspace: Path) -> None:

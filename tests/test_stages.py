@@ -24,6 +24,7 @@ from stages.kit.models.folders import remove_weights, weight_files
 from stages.kit.planning.cards import usable_bytes
 from stages.train import read_base
 from tests import ROOT
+from tests.damage import flip
 from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
@@ -59,12 +60,6 @@ def workspace(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def read(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_run_leaves_its_metrics_predictions_examples_curves_and_report(finished: Path) -> None:
@@ -172,7 +167,7 @@ def test_an_adapter_is_never_merged_into_another_base(workspace: Path) -> None:
 
 def test_a_damaged_base_is_refused_by_the_first_process(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = read_lineage(workspace / "data/bases/vlm")
-    damage(workspace / "data/bases/vlm/model.safetensors")
+    flip(workspace / "data/bases/vlm/model.safetensors")
     message = refused("train", "r1-llm-only")
     assert "data/bases/vlm was recorded with content" in message
     assert "dvc repro -f -s base@vlm" in message
@@ -216,7 +211,7 @@ def test_a_merge_without_weights_is_evaluated_to_the_same_predictions(workspace:
     replace(certificate, weights_digest="0" * 64).write(run_dir / "merge.json")
     assert "000000000000" in refused("evaluate", "r1-llm-only")
     certificate.write(run_dir / "merge.json")
-    damage(run_dir / "trained/adapter/adapter_model.safetensors")
+    flip(run_dir / "trained/adapter/adapter_model.safetensors")
     assert "trained was recorded with content" in refused("evaluate", "r1-llm-only")
 
 

@@ -132,6 +132,7 @@ def build_reference(root: Path, recipe: str = RECIPE) -> Reference:
     tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
     tiny["memory"]["micro_batch"] = 2
     tiny["evaluation"].update(batch_size=4, max_new_tokens=8)
+    tiny["validation_limit"] = {"samples": 2, "score_samples": 1}
     raw["checkpoints"].update(every_minutes=None, every_steps=2)
     raw["recipes"][recipe].update(effective_batch=4, epochs=2)
     yaml.dump(raw, path)

@@ -87,6 +87,7 @@ def small_steps(params: dict[str, Any]) -> None:
             dataset["limit"] = {"train": 16, "val": 8}
     tiny["memory"]["micro_batch"] = 4
     tiny["evaluation"] = {"batch_size": 8, "max_new_tokens": 24}
+    tiny["validation_limit"] = {"samples": 2, "score_samples": 1}
     for recipe in params["recipes"].values():
         recipe.update(effective_batch=8, epochs=1, max_steps=2)
 

@@ -52,7 +52,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny["memory"]["micro_batch"] = 4
     tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 48}
     for name in (DETECTION, AMR):
-        raw["recipes"][name].update(effective_batch=4, max_steps=2)
+        raw["recipes"][name].update(effective_batch=4, max_steps=2, validation=None)
     raw["predictions"] = {"unknown": {"task": "amr", "recipe": AMR, "inputs": "data/unknown.txt"}}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)

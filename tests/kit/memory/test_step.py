@@ -7,9 +7,6 @@ sure, nor what its threads free. What real ones train is that of one process.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,9 @@ from safetensors.torch import load_file
 
 from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.internals.torch_internals import pretended_processes
-from tests import ROOT
-from tests.kit.memory.real_steps import PROCESSES, TRAINED, measured_bytes, sharded, train
+from tests.kit.memory.real_steps import PROCESSES, TRAINED, main, measured_bytes, sharded, train
 from tests.kit.memory.small import ALL, FULL, GATE, LABELS, R1, R4, peak_bytes, plan_of, recorded
+from tests.kit.training.two_processes import run_two
 
 BF16, CHECKPOINTED = {"precision": "bf16"}, {"gradient_checkpointing": True}
 NF4, FUSED = {"quantization": "nf4"}, {"optimizer": "adamw_torch_fused"}
@@ -61,15 +58,7 @@ def test_what_is_recorded_without_weights_is_what_a_training_takes(name: str, tm
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of what two real processes found."""
     folder = tmp_path_factory.mktemp("two-processes")
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    subprocess.run(
-        [sys.executable, *launch, "-m", "tests.kit.memory.real_steps", str(folder)],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-        capture_output=True,
-    )
+    run_two(main, folder)
     return folder
 
 

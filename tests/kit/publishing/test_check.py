@@ -27,7 +27,7 @@ from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan
 from stages.kit.publishing.check import CARD_FILE, CERTIFICATE, LINEAGE, METRICS, MODEL, PLAN, check_published
 from stages.kit.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, fingerprint, signing_key
-from tests.damage import damaged_bytes, damaged_tree, nested, quick
+from tests.damage import damaged_bytes, damaged_tree, flip, nested, quick
 from tests.made_up_publication import RUN, made_up_publication, records_in, sign_again
 from tools.verify.__main__ import UNKNOWN_KEY, main
 
@@ -49,12 +49,6 @@ def copy(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 def verify(folder: Path, key: Path | None = None) -> Result:
     return CliRunner().invoke(main, ["--published", str(folder), *(["--key", str(key)] if key else [])])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_only_a_named_key_makes_a_folder_good(copy: Path, tmp_path: Path) -> None:

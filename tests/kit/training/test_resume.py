@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import math
-import multiprocessing
 import os
 import random
 import signal
@@ -441,18 +440,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
 @pytest.mark.timeout(1200)  # both wait for each other, on a busy machine for their turns too
 def test_processes_that_train_together_end_and_resume_together(tmp_path: Path) -> None:
     """Placements ddp and sharded. Only the second process gets the signal, and the worker that loads its data."""
-    server = multiprocessing.get_context("forkserver")  # imports torch once for both
-    server.set_forkserver_preload([two_processes.__name__])
-    processes = [server.Process(target=two_processes.main, args=(rank, tmp_path)) for rank in range(2)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
+    two_processes.run_two(two_processes.main, tmp_path)
     for rank in range(2):
         for placement, found in json.loads((tmp_path / f"found-{rank}.json").read_text()).items():
             assert found["codes"] == [128 + signal.SIGTERM, 0]

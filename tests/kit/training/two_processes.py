@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -104,13 +104,37 @@ def signal_this_process_group() -> None:
     subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=True, start_new_session=True)
 
 
-def main(rank: int, folder: Path) -> None:
-    os.setsid()
-    multiprocessing.set_start_method("fork", force=True)  # of data-loader workers, which would import torch again
+Main = Callable[[int, Path], None]
+
+
+def run_two(main: Main, folder: Path) -> None:
+    """Run a function of rank and folder in two processes that form a group."""
+    server = multiprocessing.get_context("forkserver")  # imports torch once for both
+    server.set_forkserver_preload([main.__module__])
+    processes = [server.Process(target=member, args=(rank, main, folder)) for rank in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def member(rank: int, main: Main, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused, but accelerate wants to see them
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    main(rank, folder)
+    dist.destroy_process_group()
+
+
+def main(rank: int, folder: Path) -> None:
+    os.setsid()
+    multiprocessing.set_start_method("fork", force=True)  # of data-loader workers, which would import torch again
     mock.patch("os.fsync").start()  # it can take a minute
     found: dict[str, Any] = {}
     for placement in SETTINGS:
@@ -130,4 +154,3 @@ def main(rank: int, folder: Path) -> None:
             "resumed": outcome(resumed),
         }
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from stages.core.lineage import read_lineage, write_lineage
 from stages.kit.models.certificate import MergeCertificate
+from tests.damage import flip
 from tests.made_up_records import BUILD_CERTIFICATE
 from tests.tools.verify.made_up import ENVIRONMENT, make_workspace, run
 from tools.verify.__main__ import main
@@ -61,18 +61,6 @@ def findings() -> dict[str, tuple[str, str]]:
         found[path] = ("; ".join(map(str.strip, problems)), fix.partition(": ")[2].partition("  #")[0])
     assert result.exit_code == bool(found), result.output
     return found
-
-
-def flip(path: Path | str) -> None:
-    """Flip a bit in the middle of a file, as an ageing disk does: size, time and mode stay the same."""
-    path = Path(path)
-    status = path.stat()
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.chmod(0o644)
-    path.write_bytes(content)
-    path.chmod(status.st_mode)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def cached(path: str) -> Path:
