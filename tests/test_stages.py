@@ -4,8 +4,6 @@ refusals."""
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +15,22 @@ import torch
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
+import stages.train
 from stages.core.errors import UserError
 from stages.core.lineage import read_lineage, true_base, verified_lineage, write_lineage
 from stages.kit.models.certificate import MergeCertificate
 from stages.kit.models.folders import remove_weights, weight_files
 from stages.kit.planning.cards import usable_bytes
 from stages.train import read_base
-from tests import ROOT
 from tests.damage import flip
+from tests.kit.training.two_processes import run_two
 from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
 
 RECIPES = {"r1-llm-only": "nf4", "r2-vision-only": "none", "r3-two-stage": "nf4"}
 """With the quantization that they are trained on."""
+MOVED = "moved workspace"
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def finished(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def workspace(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A moved copy of the finished workspace, to damage."""
-    moved = tmp_path / "moved workspace"
+    moved = tmp_path / MOVED
     shutil.copytree(finished, moved)
     monkeypatch.chdir(moved)
     return moved
@@ -239,8 +239,14 @@ def test_a_large_merged_model_in_several_files_is_the_same(workspace: Path, monk
     assert again.merged_digest == verified_lineage(run_dir / "merged", fix="").digest != certified.merged_digest
 
 
+def train_sharded(rank: int, folder: Path) -> None:
+    """The stage in one of the processes that torchrun starts for it."""
+    os.chdir(folder / MOVED)
+    stages.train.main(["r2-vision-only"], standalone_mode=False)
+
+
 def test_two_sharded_processes_train_as_one_does(workspace: Path) -> None:
-    """For real, on two CPU processes. ddp and resuming: tests/kit/training; several nodes: test_processes.py there."""
+    """For real, on two CPU processes. ddp and resuming: tests/kit/training; torchrun: test_processes.py there."""
     recipe, trained = "r2-vision-only", Path("data/runs/r2-vision-only/trained")
     raw = read_params()
     tiny = raw["profiles"]["tiny"]
@@ -254,10 +260,7 @@ def test_two_sharded_processes_train_as_one_does(workspace: Path) -> None:
     tiny["device"]["count"], tiny["memory"]["placement"] = 2, "sharded"
     write_params(raw)
     done("plan", recipe)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "stages.train", recipe]
-    log = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stderr
-    assert log.count(f"trained {recipe}") == 1
+    run_two(train_sharded, workspace.parent)
     assert read(trained.parent / "training/training.json")["num_steps"] == 2
     together = load_file(trained / "weights.safetensors")
     assert together.keys() == alone.keys()
