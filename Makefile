@@ -64,7 +64,7 @@ demo: setup ## Run a task's recipes at tiny size on the CPU and print the compar
 	@$(offline) $(python) -m tools.run compare@$(TASK)
 	@cat $(report)/table.txt
 	@cmp -s $(report)/table.txt docs/tables/$(TASK).txt && echo 'This is the published table (docs/tables), to the digit.' || \
-		echo 'This is not the published table, which an AMD CPU computed: diff $(report)/table.txt docs/tables/$(TASK).txt'
+		echo 'This is not the published table, which a CPU of another maker may have computed (docs/verification.md): diff $(report)/table.txt docs/tables/$(TASK).txt'
 
 .PHONY: run
 run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=, JOBS=4, ARGS=-f)

@@ -18,8 +18,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from statistics import fmean
-from types import ModuleType
 from typing import Any
 
 import click
@@ -29,16 +27,15 @@ from transformers import PreTrainedModel
 from stages.core.errors import configure_logging
 from stages.core.lineage import Lineage, read_lineage, short, verified_lineage, write_lineage
 from stages.core.params import load_params
-from stages.core.params.schema import EvaluationParams, made_by
+from stages.core.params.schema import made_by
 from stages.core.records import published
 from stages.core.tasks import load_task
-from stages.kit.evaluation.answer import Answerer
-from stages.kit.evaluation.score import score_answers
+from stages.kit.evaluation.validation import Validator
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import apply_recipe, save_trained, trainable_line, trained_tensors
 from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import gpus_in_use, load_base, process_mesh, shard
-from stages.kit.models.prompts import Processor, load_processor
+from stages.kit.models.prompts import load_processor
 from stages.kit.planning.ladder import planned, settings
 from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.planning.plan import Plan
@@ -46,10 +43,9 @@ from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.kit.training.features import frozen_features
 from stages.kit.training.processes import is_first_process, is_worker, run_workers, set_up
-from stages.kit.training.records import Trace, TrainingRecord, tracking_arguments, write_trace
+from stages.kit.training.records import Trace, tracking_arguments, write_records
 from stages.kit.training.resume import identity_of, train_to_the_end
-from stages.kit.training.trainer import Curves, RecipeTrainer, progress_callback
-from stages.kit.training.validation import Validator, choose_samples
+from stages.kit.training.trainer import RecipeTrainer
 
 log = logging.getLogger("stages")
 
@@ -87,7 +83,7 @@ def train(plan: Plan, attempt: int) -> None:
     data, validator = {"data": Path(plan.data_dir, "train.parquet")}, None
     if plan.validation is not None:
         data["validation"] = Path(plan.data_dir, f"{plan.validation.split}.parquet")
-        validator = make_validator(plan, processor, samples, memory)
+        validator = Validator.for_plan(plan, processor, memory)
     identity = identity_of(plan, attempt=attempt, base=base, data=data)
 
     model = load(plan)
@@ -101,9 +97,8 @@ def train(plan: Plan, attempt: int) -> None:
         published(run_dir / "training", keep=first) as training_dir,
         published(run_dir / "trained", keep=first) as trained_dir,
     ):
-        callbacks = [progress_callback(), *([Curves(training_dir)] if first else [])]
         parts: dict[str, Any] = {"processor": processor, "collator": collator, "validator": validator}
-        trainer = make_trainer(plan, model=model, callbacks=callbacks, **parts, **tracking)
+        trainer = make_trainer(plan, model=model, **parts, **tracking)
         features_gb = params.active.memory.features_gb
         kept_features = frozen_features(trainer, repository / ".bakeoff/features", identity, limit_gb=features_gb)
         with kept_features, trainer.gpu_use:
@@ -121,34 +116,6 @@ def load(plan: Plan) -> PreTrainedModel | PeftModel:
     return model
 
 
-def make_validator(plan: Plan, processor: Processor, samples: ModuleType, memory: MemoryLog) -> Validator:
-    """The validator of a plan, which answers and scores as `evaluate` does. samples: the task's module."""
-    wanted, scoring = plan.validation, load_task(plan.task, "scoring")
-    assert wanted is not None
-    if hasattr(scoring, "check"):
-        scoring.check()
-    records = samples.read_split(Path(plan.data_dir), wanted.split)
-    collator = ConversationCollator.for_plan(plan, processor, records, samples)
-    chosen = choose_samples(collator, plan)
-    asked = [records[number] for number in chosen[: wanted.score_samples]]
-    questions = [samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in asked]
-
-    def score(model: PreTrainedModel) -> float:
-        answerer = Answerer(
-            model=model,
-            processor=processor,
-            samples=samples,
-            answer_format=plan.answer_format,
-            batch_size=plan.schedule.micro_batch,
-            settings=EvaluationParams(max_new_tokens=wanted.max_new_tokens, max_length=wanted.max_length),
-            memory=memory,
-        )
-        rows = score_answers(answerer, asked, questions, scoring).rows
-        return fmean(row[scoring.ordered_by(record)] for record, row in zip(asked, rows, strict=True))
-
-    return Validator(collator=collator, chosen=chosen, score=score if asked else None)
-
-
 def save(
     trainer: RecipeTrainer, trace: Trace, base: Lineage, attempt: int, training_dir: Path, trained_dir: Path
 ) -> None:
@@ -157,12 +124,10 @@ def save(
     tensors = trained_tensors(trained)
     if not is_first_process():
         return
-    record = TrainingRecord.of(trainer, trace, attempt=attempt)
     save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
     parents = {"base": (Path(plan.base_dir), base)}
     lineage = write_lineage(trained_dir, kind="trained", name=plan.recipe, parents=parents)
-    record.write(training_dir / "training.json")
-    write_trace(trace, training_dir / "trace.csv")
+    record = write_records(trainer, trace, training_dir, attempt=attempt)
     log.info("trained %s, content %s: %s", plan.recipe, short(lineage.digest), record.summary())
 
 

@@ -141,7 +141,6 @@ def one_batch_trainer(
         model=model,
         processor=processor,
         collator=lambda _: dict(batch),
-        callbacks=[],
         report_to="none",
         logging_strategy="no",
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from transformers import (
     AutoConfig,
@@ -276,6 +276,13 @@ def shard(model: PreTrainedModel | PeftModel, plan: Plan, mesh: DeviceMesh) -> N
         fully_shard([norm, head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(base, mesh=mesh, mp_policy=policy)
     mark_distributed(base)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Leave this process its share alone, after a forward pass that no backward pass follows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ CURVES = {
     "validation loss": "training/plots/metrics/validation/loss.tsv",
     "validation score": "training/plots/metrics/validation/score.tsv",
 }
-"""Files by figure, written while training (training/trainer.py, Curves)."""
+"""Files by figure, written by a training (training/records.py)."""
 CARD_FILES = (
     "merge.json",
     "metrics.json",

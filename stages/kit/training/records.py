@@ -1,4 +1,4 @@
-"""Records of a training: its totals in training.json, every step in trace.csv, and its run in trackers."""
+"""Records of a training: its totals in training.json, every step in trace.csv, curves, and its run in trackers."""
 
 from __future__ import annotations
 
@@ -143,9 +143,29 @@ def is_over(history: Log, plan: Validation | None) -> bool:
     return sum(LOSS in entry and entry["step"] > best for entry in history) >= plan.patience
 
 
-def write_trace(trace: Sequence[tuple[str, str]], path: Path) -> None:
+CURVES = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_accuracy", "score")
+"""Figures of Trainer's log that are written as curves."""
+
+
+def write_records(trainer: RecipeTrainer, trace: Trace, training_dir: Path, *, attempt: int) -> TrainingRecord:
+    """Write training.json, trace.csv, and the curves."""
+    record = TrainingRecord.of(trainer, trace, attempt=attempt)
+    record.write(training_dir / "training.json")
     rows = (f"{step},{loss},{grad_norm}" for step, (loss, grad_norm) in enumerate(trace, start=1))
-    publish_text("\n".join(("step,loss,grad_norm", *rows)) + "\n", path)
+    publish_text("\n".join(("step,loss,grad_norm", *rows)) + "\n", training_dir / "trace.csv")
+    write_curves(trainer.state.log_history, training_dir)
+    return record
+
+
+def write_curves(history: Log, training_dir: Path) -> None:
+    """Write plots/metrics/{train, validation}/NAME.tsv, for `dvc plots` and the report."""
+    for kind, prefix in (("train", ""), ("validation", "eval_")):
+        entries = [entry for entry in history if f"{prefix}loss" in entry]
+        for name in CURVES:
+            points = [f"{each['step']}\t{float(each[prefix + name])}\n" for each in entries if prefix + name in each]
+            if points:
+                path = training_dir / "plots/metrics" / kind / f"{name}.tsv"
+                publish_text("".join((f"step\t{name}\n", *points)), path)
 
 
 _PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "mlflow": "mlflow", "trackio": "trackio"}

@@ -1,7 +1,7 @@
 """A recipe's training step: TRL's SFTTrainer, resumable, with a learning rate for each part of the model.
 
 In order: the trainer and its arguments, the order of a step's samples, the start contract before and after the first
-backward pass, the rehearsal, which sends the largest batch through after the first step, and progress and curves.
+backward pass, the rehearsal, which sends the largest batch through after the first step, and progress.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from peft import PeftModel
 from torch import nn
@@ -33,14 +33,13 @@ from stages.kit.internals.accelerate_internals import use_fp16_on_cpu
 from stages.kit.internals.torch_internals import cpu_peak
 from stages.kit.internals.trl_internals import metric_sums, set_metric_sums, set_token_count
 from stages.kit.models.adapters import count_trainable, part_of
-from stages.kit.models.load import check_placement, local, whole
+from stages.kit.models.load import check_placement, local, reshard, whole
 from stages.kit.models.prompts import Processor
 from stages.kit.planning.memory_use import GpuUse
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import FEATURES, IGNORED
 from stages.kit.training.records import LOSS, SCORE, best_step, is_over
 from stages.kit.training.resume import ResumableTrainer, random_state, set_random_state
-from stages.kit.training.validation import Validator
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +52,10 @@ class RecipeTrainer(ResumableTrainer):
         model: PreTrainedModel | PeftModel,
         processor: Processor,
         collator: Callable[[Sequence[Mapping[str, int]]], dict[str, Any]],
-        callbacks: Sequence[TrainerCallback] = (),
-        validator: Validator | None = None,
+        validator: Callable[[RecipeTrainer], dict[str, float]] | None = None,
         **arguments: Any,
     ) -> None:
-        """validator: for the plan's validation. arguments: more of SFTConfig."""
+        """validator: the figures of a validation, of a model in evaluation mode. arguments: more of SFTConfig."""
         self.plan = plan
         self.validator = validator
         self.gpu_use = GpuUse(range(torch.cuda.device_count()) if plan.on_gpu else ())
@@ -76,9 +74,11 @@ class RecipeTrainer(ResumableTrainer):
             train_dataset=Dataset.from_dict({"sample": range(plan.schedule.train_samples)}),
             processing_class=processor,
             data_collator=collator,
-            callbacks=[StartContract(plan), self.rehearsal, *([WhenToValidate(plan)] if validator else []), *callbacks],
+            callbacks=[StartContract(plan), self.rehearsal, progress_callback()],
         )
         self.remove_callback(PrinterCallback)
+        if validator is not None:
+            self.add_callback(WhenToValidate(plan))
         for parameter in self.model.parameters():
             if parameter.requires_grad:  # SFTTrainer casts what is trained on a quantized model to bf16
                 parameter.data = parameter.data.to(torch.float32)
@@ -142,9 +142,11 @@ class RecipeTrainer(ResumableTrainer):
         assert self.plan.validation is not None
         with unchanged(self):
             self.model.eval()  # SFTTrainer logs its own figures of validation in this mode
-            metrics = self.validator.measure(self)
+            # Those of the first process, or processes that differ in a last digit would decide differently, and wait.
+            [metrics] = broadcast_object_list([self.validator(self)])
             self.log(metrics)
             self.model.train()
+            reshard(self.model)
         control: TrainerControl = self.control  # type: ignore[has-type]
         self.control = control = self.callback_handler.on_evaluate(self.args, self.state, control, metrics)
         step, history = self.state.global_step, self.state.log_history
@@ -427,32 +429,3 @@ class LineProgress(TrainerCallback):
                 "step %d/%d  loss %.4f  %.2f steps/s  %d:%02d left",
                 *(state.global_step, state.max_steps, logs["loss"], rate, left // 60, left % 60),
             )
-
-
-class Curves(TrainerCallback):
-    """Writes each metric of the log to a file plots/metrics/{train, validation}/NAME.tsv, for `dvc plots` and the
-    report."""
-
-    METRICS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_accuracy", "score")
-
-    def __init__(self, training_dir: Path) -> None:
-        self.folder = training_dir / "plots/metrics"
-        for kind in ("train", "validation"):
-            (self.folder / kind).mkdir(parents=True)
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        for logs in state.log_history:  # from before the checkpoint that this training resumes from
-            self._write(int(logs["step"]), logs)
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
-    ) -> None:
-        self._write(state.global_step, logs)
-
-    def _write(self, step: int, logs: dict[str, float]) -> None:
-        kind, prefix = ("validation", "eval_") if LOSS in logs else ("train", "")
-        for name in self.METRICS:
-            if f"{prefix}loss" in logs and prefix + name in logs:
-                with (self.folder / kind / f"{name}.tsv").open("a", encoding="utf-8") as curve:
-                    heading = f"step\t{name}\n" if curve.tell() == 0 else ""
-                    curve.write(f"{heading}{step}\t{float(logs[prefix + name])}\n")

@@ -109,7 +109,6 @@ def trainer_of(
         model=model,
         processor=processor_of(model_name),
         collator=collator,
-        callbacks=[],
         report_to="none",
         logging_strategy="no",
     )

@@ -78,7 +78,7 @@ def batch_of(folder: Path, numbers: Sequence[int] = range(8), loss: Any = "route
     return collator_of(folder, loss)([{"sample": number} for number in numbers])
 
 
-def trainer_of(plan: Plan, folder: Path, scratch_dir: Path, *callbacks: Any, coefficient: float = 3.0) -> RecipeTrainer:
+def trainer_of(plan: Plan, folder: Path, scratch_dir: Path, coefficient: float = 3.0) -> RecipeTrainer:
     seed_everything(0)
     model = load(folder, attn=plan.attn, padding_free=plan.padding_free)
     model.config.router_aux_loss_coef = coefficient
@@ -88,14 +88,14 @@ def trainer_of(plan: Plan, folder: Path, scratch_dir: Path, *callbacks: Any, coe
         model=model,
         processor=load_processor(folder, None),
         collator=collator_of(folder, plan.loss, packed=plan.padding_free),
-        callbacks=list(callbacks),
         report_to="none",
     )
 
 
 def train(plan: Plan, folder: Path, scratch_dir: Path, **options: Any) -> tuple[RecipeTrainer, Gradients]:
     taken = TakeGradients()
-    trainer = trainer_of(plan, folder, scratch_dir, taken, **options)
+    trainer = trainer_of(plan, folder, scratch_dir, **options)
+    trainer.add_callback(taken)
     trainer.train()
     return trainer, taken.gradients
 

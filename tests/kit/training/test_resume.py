@@ -28,6 +28,7 @@ import stages
 from stages.core.lineage import Lineage, json_digest
 from stages.core.params.schema import CheckpointParams, DeviceParams, LoraParams, PartsParams
 from stages.core.signals import ENDING, handling
+from stages.kit.evaluation.validation import Validator, choose_samples
 from stages.kit.mixture.build import merge_experts
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import apply_recipe, count_trainable
@@ -38,7 +39,7 @@ from stages.kit.training import checkpoints as on_disk
 from stages.kit.training import resume
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.checkpoints import Checkpoints, kept_checkpoints
-from stages.kit.training.records import Trace
+from stages.kit.training.records import Trace, write_curves
 from stages.kit.training.resume import (
     SaveInTime,
     identity_of,
@@ -47,8 +48,7 @@ from stages.kit.training.resume import (
     seed_everything,
     train_to_the_end,
 )
-from stages.kit.training.trainer import Curves, RecipeTrainer
-from stages.kit.training.validation import Validator, choose_samples
+from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.mixture.dense import conversation, save_base, save_expert, set_routers
 from tests.kit.training import two_processes
 from tests.kit.training.small import At, Killed, kill, log_of, plan_for, validation, weights
@@ -108,11 +108,12 @@ class Workplace:
         curves_dir = self.folder / f"curves-{self.runs}"
         trainer = self.build(plan)
         trainer.args.logging_steps = 3  # most checkpoints lie between two lines of the log
-        trainer.add_callback(Curves(curves_dir))
         if at is not None:
             trainer.add_callback(at)
         with kept_checkpoints(self.folder / "checkpoints", {}, keep=params.keep) as checkpoints:
-            return Outcome(trainer, train_to_the_end(trainer, checkpoints, params), curves_dir)
+            trace = train_to_the_end(trainer, checkpoints, params)
+            write_curves(trainer.state.log_history, curves_dir)
+            return Outcome(trainer, trace, curves_dir)
 
     def interrupt(self, plan: Plan, params: CheckpointParams = EVERY_STEP, *, at: At) -> None:
         with pytest.raises(Killed):
@@ -290,42 +291,26 @@ def test_a_killed_training_of_another_family(family: str, tmp_path: Path) -> Non
     workplace.train(FAMILY).assert_same(text_workplace(model_dir, tmp_path / "undisturbed").train(FAMILY))
 
 
-def test_the_order_of_samples_depends_on_seed_and_epoch_alone(text_dir: Path, tmp_path: Path) -> None:
-    taken: list[int] = []
-
-    def build(plan: Plan) -> RecipeTrainer:
-        trainer = text_trainer(text_dir, plan)
-        trainer.remove_callback(trainer.rehearsal)
-        collator = trainer.data_collator
+def test_the_order_of_samples_depends_on_seed_and_epoch_alone(text_dir: Path) -> None:
+    def order(seed: int, disturbed: Callable[[], Any] | None = None) -> list[int]:
+        trainer = text_trainer(text_dir, replace(FULL, seed=seed))
+        collator, taken = trainer.data_collator, []
 
         def collate(examples: Any) -> Any:
             taken.extend(example["sample"] for example in examples)
             return collator(examples)
 
         trainer.data_collator = collate
-        return trainer
-
-    def draw() -> None:
-        random.random()
-        np.random.rand(5)  # noqa: NPY002
-        torch.rand(7)
-
-    def order(seed: int, at: At | None = None) -> list[int]:
-        taken.clear()
-        folder = tmp_path / f"{seed}, {'disturbed' if at else 'calm'}"
-        Workplace(build, folder).train(replace(FULL, seed=seed), ON_SIGNALS, at=at)
-        return [*taken]
+        trainer.remove_callback(trainer.rehearsal)
+        trainer.add_callback(At(1, disturbed or int))
+        trainer.train()
+        return taken
 
     plain = order(1)
     assert sorted(plain[:8]) == sorted(plain[8:]) == list(range(8))
     assert plain[:8] != plain[8:]
-    assert order(1, At(1, draw)) == plain
+    assert order(1, lambda: (random.random(), np.random.rand(5), torch.rand(7))) == plain  # noqa: NPY002
     assert order(2) != plain
-    workplace = Workplace(build, tmp_path)
-    workplace.interrupt(replace(FULL, seed=1), at=At(4, kill))
-    taken.clear()
-    workplace.train(replace(FULL, seed=1))
-    assert taken == plain[12:]
 
 
 def test_on_a_signal_it_saves_after_the_step_and_fails(
@@ -446,6 +431,8 @@ def test_processes_that_train_together_end_and_resume_together(tmp_path: Path) -
             assert found["codes"] == [128 + signal.SIGTERM, 0]
             assert found["steps"] == [3, 3]
             assert found["resumed"] == found["undisturbed"]
+            assert len(found["validations"]) == 4
+            assert all(loss == pytest.approx(-score, rel=1e-5) for loss, score in found["validations"])
             own = {"weights", "optimizer"} if rank == 0 or placement == "sharded" else set()
             assert {"weights", "optimizer", "random"} & set(found["saved"]) == {"random", *own}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from stages.kit.training.trainer import (
     check_gradients,
     check_start,
 )
-from tests.kit.training.small import PARAMS, log_of, plan_for, weights
+from tests.kit.training.small import PARAMS, At, log_of, plan_for, weights
 
 Build = Callable[..., RecipeTrainer]
 
@@ -190,6 +190,28 @@ def test_products_have_the_plans_precision(build: Build, precision: Any, recipe:
     assert product in products.dtypes
     assert "convolution" not in products.dtypes
     assert set.union(*products.dtypes.values()) == {DTYPES[precision]}
+
+
+def test_a_step_that_overflows_is_skipped_and_counted(build: Build) -> None:
+    trainer = build(replace(plan_for("r2-vision-only", warmup_ratio=0.0), precision="fp16"))
+    step, kept = trainer.training_step, [weights(trainer)]
+
+    def training_step(*args: Any) -> torch.Tensor:
+        loss = step(*args)
+        if trainer.state.global_step == 1:  # the second step
+            trainer.model.model.visual.merger.ln_q.weight.grad.fill_(torch.inf)
+        return loss
+
+    trainer.training_step, trainer.trace = training_step, []  # type: ignore[method-assign]
+    for number in range(1, 5):
+        trainer.add_callback(At(number, lambda: kept.append(weights(trainer))))
+    trainer.train()
+    changed = [any(not torch.equal(old[name], new[name]) for name in old) for old, new in pairwise(kept)]
+    assert changed == [True, False, True, True]
+    trainer.kept_step = 4
+    record = TrainingRecord.of(trainer, trainer.trace, attempt=0)
+    assert record.skipped_steps == 1
+    assert "4 steps (1 skipped, as gradients overflowed)" in record.summary()
 
 
 # The order of the samples.

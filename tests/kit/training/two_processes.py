@@ -1,9 +1,12 @@
-"""Real trainings of a small model in two processes, one of which is asked to end; each writes what came of it."""
+"""Real trainings of a small model in two processes, one of which is asked to end; each writes what came of it.
+
+The training that is asked to end is validated, the one to compare it with is not."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import subprocess
@@ -17,15 +20,17 @@ import torch
 import torch.distributed as dist
 
 from stages.core.params.schema import CheckpointParams, DeviceParams
+from stages.kit.evaluation.validation import Validator
 from stages.kit.models.adapters import apply_recipe
 from stages.kit.models.load import auto_class, local, process_mesh, shard
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import kept_checkpoints
+from stages.kit.training.records import LOSS, SCORE
 from stages.kit.training.resume import load_state, seed_everything, train_to_the_end
 from stages.kit.training.trainer import RecipeTrainer, StartContract
 from tests.kit.memory.small import FULL, R1, TINY, config_of, plan_of
-from tests.kit.training.small import At
+from tests.kit.training.small import At, validation
 
 SETTINGS: dict[Literal["ddp", "sharded"], Mapping[str, Any]] = {"ddp": R1, "sharded": FULL}
 SAMPLES = 7
@@ -43,6 +48,9 @@ def plan_for(placement: Literal["ddp", "sharded"]) -> Plan:
         schedule=schedule,
         dataloader_workers=1,
     )
+
+
+VALIDATED = validation(every_steps=1, samples=3, score_samples=3, by="score", patience=2)
 
 
 def collate(samples: Sequence[Mapping[str, int]]) -> dict[str, torch.Tensor]:
@@ -66,6 +74,7 @@ def build(plan: Plan) -> RecipeTrainer:
         model=model,
         processor=load_processor(TINY, None).tokenizer,
         collator=collate,
+        validator=Validator(collator=collate, chosen=range(VALIDATED.samples), score=plain_loss),  # type: ignore[arg-type]
         report_to="none",
     )
     trainer.remove_callback(StartContract)  # an adapter's gradient is zero where the model itself is random
@@ -73,13 +82,21 @@ def build(plan: Plan) -> RecipeTrainer:
     return trainer
 
 
+def plain_loss(model: Any) -> float:
+    """The negative loss of the samples validated, by the model itself; in the second process no number, which would
+    stop the training early."""
+    loss: torch.Tensor = model(**collate([{"sample": number} for number in range(VALIDATED.samples)])).loss
+    return math.nan if dist.get_rank() else -loss.item()
+
+
 def outcome(trainer: RecipeTrainer) -> dict[str, Any]:
     """This process's part of the outcome, as JSON."""
     trained = {name: local(each.detach()) for name, each in trainer.model.named_parameters() if each.requires_grad}
+    history = trainer.state.log_history
     kept = ("loss", "grad_norm", "mean_token_accuracy", "num_tokens", "entropy", "train_loss")
     return {
         "weights": {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in trained.items()},
-        "logs": [{name: logs[name] for name in kept if name in logs} for logs in trainer.state.log_history],
+        "logs": [{name: logs[name] for name in kept if name in logs} for logs in history if LOSS not in logs],
         "trace": trainer.trace,
     }
 
@@ -141,6 +158,7 @@ def main(rank: int, folder: Path) -> None:
         plan = plan_for(placement)
         place = folder / placement
         _, undisturbed = train(plan, place / "undisturbed")
+        plan = replace(plan, validation=VALIDATED)
         code, interrupted = train(plan, place / "interrupted", signal_at=3)
         assert interrupted.checkpoints is not None
         saved = load_state(interrupted.checkpoints.at(3) / f"process-{rank}.pt")
@@ -152,5 +170,6 @@ def main(rank: int, folder: Path) -> None:
             "saved": [*saved],
             "undisturbed": outcome(undisturbed),
             "resumed": outcome(resumed),
+            "validations": [(it[LOSS], it[SCORE]) for it in resumed.state.log_history if LOSS in it],
         }
     (folder / f"found-{rank}.json").write_text(json.dumps(found))

@@ -1,7 +1,8 @@
 """Validation while training: the loss and the task's score of samples that a model is not trained on.
 
-Trainer says when, and logs and reports the figures as its own. What follows from them (records.py: the best step, and
-when to stop) is read from its log alone, which every checkpoint has, so a resumed training decides as any other.
+Trainer says when, and logs and reports the figures as its own. What follows from them (training/records.py: the best
+step, and when to stop) is read from its log alone, which every checkpoint has, so a resumed training decides as any
+other.
 """
 
 from __future__ import annotations
@@ -10,27 +11,31 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from statistics import fmean
 
 import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
+from stages.core.params.schema import EvaluationParams
+from stages.core.tasks import load_task
+from stages.kit.evaluation.answer import Answerer
+from stages.kit.evaluation.score import score_answers
 from stages.kit.internals.transformers_internals import attending_by, on_device
 from stages.kit.models.load import resolve_attention
-from stages.kit.models.prompts import count_tokens
+from stages.kit.models.prompts import Processor, count_tokens
+from stages.kit.planning.memory_use import MemoryLog
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.records import LOSS, SCORE
-
-if TYPE_CHECKING:
-    from stages.kit.training.trainer import RecipeTrainer
+from stages.kit.training.trainer import RecipeTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validator:
-    """Measures a trainer's model. Every process of a training does the same, so that all decide alike."""
+    """Measures a trainer's model. Every process of a training does the same; the first one's figures count."""
 
     collator: ConversationCollator
     """It makes batches of all records of the split."""
@@ -39,7 +44,35 @@ class Validator:
     score: Callable[[PreTrainedModel], float] | None
     """The mean score of a model's answers to the first of them, larger for a better model; None without answers."""
 
-    def measure(self, trainer: RecipeTrainer) -> dict[str, float]:
+    @classmethod
+    def for_plan(cls, plan: Plan, processor: Processor, memory: MemoryLog) -> Validator:
+        """The validator of a plan, which answers and scores as `evaluate` does."""
+        wanted, samples, scoring = plan.validation, load_task(plan.task, "samples"), load_task(plan.task, "scoring")
+        assert wanted is not None
+        if hasattr(scoring, "check"):
+            scoring.check()
+        records = samples.read_split(Path(plan.data_dir), wanted.split)
+        collator = ConversationCollator.for_plan(plan, processor, records, samples)
+        chosen = choose_samples(collator, plan)
+        asked = [records[number] for number in chosen[: wanted.score_samples]]
+        questions = [samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in asked]
+
+        def score(model: PreTrainedModel) -> float:
+            answerer = Answerer(
+                model=model,
+                processor=processor,
+                samples=samples,
+                answer_format=plan.answer_format,
+                batch_size=plan.schedule.micro_batch,
+                settings=EvaluationParams(max_new_tokens=wanted.max_new_tokens, max_length=wanted.max_length),
+                memory=memory,
+            )
+            rows = score_answers(answerer, asked, questions, scoring).rows
+            return fmean(row[scoring.ordered_by(record)] for record, row in zip(asked, rows, strict=True))
+
+        return cls(collator=collator, chosen=chosen, score=score if asked else None)
+
+    def __call__(self, trainer: RecipeTrainer) -> dict[str, float]:
         """trainer: with its model in evaluation mode."""
         with torch.no_grad():
             found = {LOSS: self._loss(trainer)}
