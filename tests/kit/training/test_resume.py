@@ -294,7 +294,8 @@ def test_a_killed_training_of_another_family(family: str, tmp_path: Path) -> Non
 def test_the_order_of_samples_depends_on_seed_and_epoch_alone(text_dir: Path) -> None:
     def order(seed: int, disturbed: Callable[[], Any] | None = None) -> list[int]:
         trainer = text_trainer(text_dir, replace(FULL, seed=seed))
-        collator, taken = trainer.data_collator, []
+        collator = trainer.data_collator
+        taken: list[int] = []
 
         def collate(examples: Any) -> Any:
             taken.extend(example["sample"] for example in examples)
