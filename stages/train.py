@@ -83,7 +83,7 @@ def train(plan: Plan, attempt: int) -> None:
     data, validator = {"data": Path(plan.data_dir, "train.parquet")}, None
     if plan.validation is not None:
         data["validation"] = Path(plan.data_dir, f"{plan.validation.split}.parquet")
-        validator = Validator.for_plan(plan, processor, memory)
+        validator = Validator.for_plan(plan, processor, memory, samples, load_task(plan.task, "scoring"))
     identity = identity_of(plan, attempt=attempt, base=base, data=data)
 
     model = load(plan)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import ModuleType
 
 import torch
 from peft import PeftModel
@@ -20,7 +21,6 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.core.params.schema import EvaluationParams
-from stages.core.tasks import load_task
 from stages.kit.evaluation.answer import Answerer
 from stages.kit.evaluation.score import score_answers
 from stages.kit.internals.transformers_internals import attending_by, on_device
@@ -45,9 +45,12 @@ class Validator:
     """The mean score of a model's answers to the first of them, larger for a better model; None without answers."""
 
     @classmethod
-    def for_plan(cls, plan: Plan, processor: Processor, memory: MemoryLog) -> Validator:
-        """The validator of a plan, which answers and scores as `evaluate` does."""
-        wanted, samples, scoring = plan.validation, load_task(plan.task, "samples"), load_task(plan.task, "scoring")
+    def for_plan(
+        cls, plan: Plan, processor: Processor, memory: MemoryLog, samples: ModuleType, scoring: ModuleType
+    ) -> Validator:
+        """The validator of a plan, which answers and scores as `evaluate` does. samples, scoring: the task's modules of
+        these names."""
+        wanted = plan.validation
         assert wanted is not None
         if hasattr(scoring, "check"):
             scoring.check()
