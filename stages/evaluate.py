@@ -61,7 +61,7 @@ def main(name: str, attempt: int) -> None:
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
     if name in params.baselines and (answers := params.baselines[name].answers):
-        evaluation = evaluate_file(params, name, task, Path(answers), records, questions)
+        evaluation = evaluate_file(name, task, Path(answers), records, questions)
     else:
         evaluation = evaluate_model(params, name, task, records, questions, attempt=attempt)
 
@@ -114,7 +114,6 @@ def evaluate_model(
     run_dir = Path("data/runs") / name
     model_dir, lineage = certified_model(params, name)
     profile = params.active
-    records, questions = (part[: profile.evaluation.max_samples] for part in (records, questions))
     engine = completions = certificate = answers = None
     if profile.evaluation.engine == "vllm":  # it has ended before our own model takes the device
         engine = VllmEngine(
@@ -145,13 +144,13 @@ def evaluate_model(
 
 
 def evaluate_file(
-    params: Params, name: str, task: Task, path: Path, records: Sequence[Any], questions: Sequence[Conversation]
+    name: str, task: Task, path: Path, records: Sequence[Any], questions: Sequence[Conversation]
 ) -> Evaluation:
     """Score the answers of a file; no model is loaded."""
-    memory, most = MemoryLog(()), params.active.evaluation.max_samples
+    memory = MemoryLog(())
     memory.loaded()
-    answers = read_answers(path, records, questions, task.samples, answer_format=task.answer_format)[:most]
-    metrics, rows = task.scoring.score(records[:most], answers, answer_format=task.answer_format)
+    answers = read_answers(path, records, questions, task.samples, answer_format=task.answer_format)
+    metrics, rows = task.scoring.score(records, answers, answer_format=task.answer_format)
     lineage = Lineage(kind="answers", name=name, digest=file_digest(path), source={"file": str(path)})
     return Evaluation(metrics=metrics | {"answers": str(path)}, rows=rows, lineage=lineage, memory=memory)
 

@@ -25,6 +25,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.representer import RoundTripRepresenter
 
 from stages.core.errors import UserError, bytes_text, join_truncated, listed
 
@@ -76,8 +77,20 @@ def yaml_text(content: Any) -> str:
     """The YAML file of a record. content: as JSON has it, so that tuples and numbers are YAML's plain ones."""
     yaml, text = YAML(), io.StringIO()
     yaml.default_flow_style = False
+    yaml.Representer = _Representer
     yaml.dump(content, text)
     return text.getvalue()
+
+
+class _Representer(RoundTripRepresenter):
+    """Quotes a text with one of Unicode's line ends, which would be read back as a space."""
+
+    def represent_text(self, text: str) -> Any:
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Representer.add_representer(str, _Representer.represent_text)
 
 
 def read_record(kind: type[T], path: Path, *, fix: str) -> T:

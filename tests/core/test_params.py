@@ -90,8 +90,6 @@ def test_what_recipes_and_builds_are_made_of_is_found(tmp_path: Path) -> None:
     bases = [params.recipe(name).base for name in ("after", "gate", "r1-llm-only")]
     assert [made_by(base) for base in bases] == ["build@mixture", "merge@labels", "base@vlm"]
     assert params.subject("base-mixture").base == params.root("after") == params.root("gate") == "builds/mixture"
-    assert (params.recipe("after").base_build(), params.recipe("after").base_recipe()) == ("mixture", None)
-    assert params.recipe("r3-two-stage").base_build() is None
     assert params.domains("labels") == params.domains("gate") == ("tables", "prices")
     assert params.domains("r1-llm-only") == ()
     assert resolve_plan(params, "labels", train_samples=16).domains == ("tables", "prices")

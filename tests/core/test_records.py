@@ -150,6 +150,7 @@ class Written(Record):
     ),
     suffix=st.sampled_from([".json", ".yaml"]),
 )
+@example(record=Written(1, {}, ("\x85", "a\u2028b")), suffix=".yaml")
 @quick(60)
 def test_a_written_record_is_read_back_equal(record: Written, suffix: str, path: Path) -> None:
     record.write(path.with_suffix(suffix))

@@ -47,11 +47,6 @@ from stages.kit.models.certificate import MergeCertificate
 from tools.verify.rerun import rerun
 
 DATA_DIR = Path("data")
-CERTIFIED: dict[str, tuple[type[MergeCertificate | BuildCertificate], str]] = {
-    "merged": (MergeCertificate, "merged_digest"),
-    "built": (BuildCertificate, "built_digest"),
-}
-"""The certificate of a model, and its field with the model's content, by the kind of the model's lineage."""
 UNKNOWN_KEY = 3
 """Exit code for a published folder that agrees with itself, signed by a key that nobody named."""
 
@@ -240,19 +235,20 @@ def check_lineages(findings: Findings) -> dict[Path, Lineage]:
 def check_certificates(findings: Findings, lineages: Mapping[Path, Lineage]) -> None:
     """Each merged or built model has a certificate without problems, about its content."""
     for folder, lineage in lineages.items():
-        if lineage.kind not in CERTIFIED or folder in findings:
+        if folder in findings or lineage.kind not in ("merged", "built"):
             continue
-        kind, field = CERTIFIED[lineage.kind]
-        path = folder.with_name("merge.json" if lineage.kind == "merged" else f"{folder.name}.json")
+        merged = lineage.kind == "merged"
+        path = folder.with_name("merge.json" if merged else f"{folder.name}.json")
         try:
-            certificate = kind.read(path)
+            certificate = MergeCertificate.read(path) if merged else BuildCertificate.read(path)
         except UserError as error:
             findings.add(path, _problem(error))
             continue
         if problems := certificate.problems():
             findings.add(path, f"certifies a failure: {'; '.join(problems)}")
-        if (certified := getattr(certificate, field)) != lineage.digest:
-            findings.add(path, f"certifies content {short(certified)}, but {folder} holds {short(lineage.digest)}")
+        if certificate.digest != lineage.digest:
+            certified = short(certificate.digest)
+            findings.add(path, f"certifies content {certified}, but {folder} holds {short(lineage.digest)}")
 
 
 def check_records(findings: Findings, lineages: Mapping[Path, Lineage]) -> int:
@@ -303,16 +299,12 @@ def report_published(folder: Path, key: Path | None) -> int:
         why = printable(f"{type(error).__name__}: {error}")
         raise UserError(f"{folder} cannot be verified: {' '.join(why.split())[:300]}") from None
     unknown = "" if checked.key in named else f"signed by a key you have not named: {checked.key or 'not read'}\n"
+    made = [f"{each.stage}, {each.ended}, commit {each.commit or 'not known'}" for each in checked.records]
+    for line in checked.problems or [*made, *(lineage_lines(checked.model) if checked.model else ())]:
+        click.echo(_one_line(line))
     if checked.problems:
-        for problem in checked.problems:
-            click.echo(_one_line(problem))
         click.echo(f"{unknown}DAMAGED: {pluralize(len(checked.problems), 'file')} of {folder}; download it again")
         return 1
-    assert checked.model is not None
-    for record in checked.records:
-        click.echo(_one_line(f"{record.stage}, {record.ended}, commit {record.commit or 'not known'}"))
-    for line in lineage_lines(checked.model):
-        click.echo(_one_line(line))
     agree = (
         "the files are those that this key signed; lineage, records, plan, certificate, figures and the card's "
         "metadata, not its text, agree with them"
@@ -335,7 +327,13 @@ def _named_key(key: Path | None, folder: Path) -> dict[str, str]:
     own = Path(".bakeoff/signing/key.pem")
     if key is None:
         return {fingerprint(own): "this workspace's own key"} if own.is_file() else {}
-    if _came_with(folder, key):
+    places = [key.absolute()]
+    while places[-1].is_symlink() and len(places) <= 40:
+        places.append(places[-1].parent / places[-1].readlink())
+    within = (
+        above.exists() and above.samefile(folder) for place in (*places, key.resolve()) for above in place.parents
+    )
+    if any(within) or (key.is_file() and any(path.is_file() and path.samefile(key) for path in folder.rglob("*"))):
         raise UserError(f"{key} came with the folder, and whoever changed that can have changed the key; name another")
     try:
         if b"PRIVATE KEY" in read_plain(key):
@@ -343,17 +341,6 @@ def _named_key(key: Path | None, folder: Path) -> dict[str, str]:
         return {fingerprint(key): f"the key {key}"}
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UserError(f"{key} is no public key in PEM: {error}") from None
-
-
-def _came_with(folder: Path, key: Path) -> bool:
-    """Whether the key is a file of the folder, or a link that it is reached by lies there."""
-    places = [Path(os.path.abspath(key))]  # noqa: PTH100  # resolve() would follow the links
-    while places[-1].is_symlink() and len(places) <= 40:
-        places.append(Path(os.path.abspath(places[-1].parent / places[-1].readlink())))  # noqa: PTH100
-    places.append(key.resolve())
-    if any(above.exists() and above.samefile(folder) for place in places for above in place.parents):
-        return True
-    return key.is_file() and any(path.is_file() and path.samefile(key) for path in folder.rglob("*"))
 
 
 def _files(output: Path) -> Iterator[Path]:

@@ -59,33 +59,13 @@ SlurmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,-]{0,199}$"
 """Name of a partition or an account; several partitions are separated by commas."""
 
 SBATCH_OPTIONS = (
-    *("account", "begin", "clusters", "comment", "constraint", "contiguous", "cores-per-socket", "cpu-freq"),
-    *(
-        "cpus-per-gpu",
-        "cpus-per-task",
-        "deadline",
-        "dependency",
-        "exclude",
-        "exclusive",
-        "gpu-bind",
-        "gpu-freq",
-        "gpus",
-    ),
-    *(
-        "gpus-per-node",
-        "gpus-per-socket",
-        "gpus-per-task",
-        "gres",
-        "gres-flags",
-        "hint",
-        "hold",
-        "licenses",
-        "mail-type",
-    ),
-    *("mail-user", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "network", "nice", "nodelist"),
-    *("no-requeue", "oversubscribe", "partition", "power", "prefer", "priority", "qos", "reboot", "reservation"),
-    *("sockets-per-node", "switches", "threads-per-core", "time", "time-min", "tmp", "wckey"),
+    "account|begin|clusters|comment|constraint|contiguous|cores-per-socket|cpu-freq|cpus-per-gpu|cpus-per-task|deadline|"
+    "dependency|exclude|exclusive|gpu-bind|gpu-freq|gpus|gpus-per-node|gpus-per-socket|gpus-per-task|gres|gres-flags|hint|"
+    "hold|licenses|mail-type|mail-user|mem|mem-bind|mem-per-cpu|mem-per-gpu|mincpus|network|nice|nodelist|no-requeue|"
+    "oversubscribe|partition|power|prefer|priority|qos|reboot|reservation|sockets-per-node|switches|threads-per-core|time|"
+    "time-min|tmp|wckey"
 )
+SbatchOption = Annotated[str, Field(pattern=rf"^--({SBATCH_OPTIONS})(=[^\s]{{0,997}})?$")]
 """sbatch's options that choose resources, time and accounting. Of the others some run a command (--wrap) or write and
 read files (--error, --export-file), which a params.yaml from a stranger may not; sbatch takes abbreviations too."""
 
@@ -204,8 +184,6 @@ class EvaluationParams:
     batch_size: Size | Literal["auto"] = "auto"
     """Generation batch size; auto: the largest predicted to fit."""
     max_new_tokens: Size
-    max_samples: Positive | None = None
-    """Score only the first max_samples validation samples; null for all."""
     max_length: Size | None = None
     """Largest number of tokens of a sample with its answer, if the task allows to cut its texts. Null: no cut."""
     engine: Literal["transformers", "vllm"] = "transformers"
@@ -332,15 +310,6 @@ class RecipeParams:
     early_stopping: EarlyStoppingParams | None = None
     seed: Seed | None = None
     """Null: the seed of the whole pipeline."""
-
-    def base_recipe(self) -> str | None:
-        """The recipe that this one continues; None if it starts from a base."""
-        return recipe_of(self.base)
-
-    def base_build(self) -> str | None:
-        """The build that this one starts from, or None."""
-        kind, _, name = self.base.partition("/")
-        return name if kind == "builds" else None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -476,11 +445,8 @@ class JobParams:
     """Time limit of one job. A longer training takes several jobs."""
     memory_gb: Rate | None = None
     """Memory of the host. Null: what the recipe's plan says."""
-    options: Annotated[
-        tuple[Annotated[str, Field(pattern=rf"^--({'|'.join(SBATCH_OPTIONS)})(=[^\s]{{0,997}})?$")], ...],
-        Field(max_length=100),
-    ] = ()
-    """More of SBATCH_OPTIONS, e.g. `--constraint=a100`; they override the fields above."""
+    options: Annotated[tuple[SbatchOption, ...], Field(max_length=100)] = ()
+    """More options, e.g. `--constraint=a100`; they override the fields above."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -56,6 +56,10 @@ class BuildCertificate(Record):
     domains: dict[str, Domain]
     """Domain by expert."""
 
+    @property
+    def digest(self) -> str:
+        return self.built_digest
+
     @staticmethod
     def fix(path: Path) -> str:
         return f"dvc repro build@{path.stem}"

@@ -77,6 +77,10 @@ class MergeCertificate(Record):
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
+    @property
+    def digest(self) -> str:
+        return self.merged_digest
+
     @staticmethod
     def fix(path: Path) -> str:
         return f"dvc repro merge@{path.parent.name}"

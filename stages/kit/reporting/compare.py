@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 
 from stages.core.errors import UserError
-from stages.core.params.schema import Params
+from stages.core.params.schema import Params, recipe_of
 from stages.core.provenance import records_dir
 from stages.kit.planning.memory_use import stage_memory_path
 from stages.kit.reporting.evidence import Difference, Score, as_family, differences, score
@@ -286,7 +286,7 @@ def read_contenders(params: Params, task: str, report: TaskReport, data_dirs: Se
             f"params.yaml sets profile {params.profile}, but these were trained under another: {found}; "
             f"train them again with: dvc repro {' '.join(run.stage for run in others)}"
         )
-    continued_by = {name: recipe.base_recipe() for name, recipe in params.recipes.items()}
+    continued_by = {name: recipe_of(recipe.base) for name, recipe in params.recipes.items()}
     return [
         score_contender(
             report,
@@ -395,13 +395,11 @@ def p_words(p_value: float) -> str:
 
 def _baseline_of(params: Params, recipe_name: str) -> str:
     """The baseline of the base that a recipe comes from, through all the recipes it continues."""
-    recipe = params.recipes[recipe_name]
-    while parent := recipe.base_recipe():
-        recipe = params.recipes[parent]
-    build = recipe.base_build()
-    base = params.builds[build].base if build else recipe.base
+    base, task = params.root(recipe_name), params.recipes[recipe_name].task
+    if base.startswith("builds/"):
+        base = params.builds[base.removeprefix("builds/")].base
     for name, baseline in params.baselines.items():
-        if baseline.base == base and baseline.task == recipe.task:
+        if baseline.base == base and baseline.task == task:
             return name
     return f"base-{base.removeprefix('bases/')}"
 
