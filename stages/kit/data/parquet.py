@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -119,7 +120,8 @@ def _metadata_is_whole(file: pq.ParquetFile) -> bool:
     they contradict each other ("histogram size mismatch")."""
     if (child := os.fork()) == 0:
         try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # C++ would report the abort
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # C++ would report the abort, and faulthandler
+            signal.signal(signal.SIGABRT, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
                 for index in range(group.num_columns):
