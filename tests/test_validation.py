@@ -32,7 +32,7 @@ def params(**recipe: Any) -> dict[str, Any]:
     tiny["datasets"]["nutrition-tables"]["limit"] = {"train": 20, "val": 5}
     tiny["images"] = {"min_pixels": 12544, "max_pixels": 25088}
     tiny["memory"]["micro_batch"] = 10
-    tiny["max_epochs"], tiny["validation_limit"] = None, {"samples": 32, "score_samples": 8}
+    tiny["max_epochs"], tiny["validation_limit"] = None, {"samples": 32, "score_samples": 2}
     tiny["evaluation"]["max_new_tokens"] = 48
     raw["recipes"][RECIPE].update(effective_batch=10, **recipe)
     return raw
