@@ -1,3 +1,4 @@
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,3 +24,10 @@ def prepare(
     named = SplitParams(**splits or {})
     dataset = DatasetParams(task=task, source=source, splits=named, limit=limit, mix=mix, reader=settings)
     return stages.prepare.prepare(dataset, DataParams(skip_invalid=skip_invalid, selection=selection), out_dir)
+
+
+def write_lines(path: Path, *contents: Any, newline: str = "\n") -> None:
+    """JSON Lines; a text is a line as it is."""
+    lines = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) for content in contents]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes("".join(line + newline for line in lines).encode())

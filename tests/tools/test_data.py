@@ -8,10 +8,6 @@ from ruamel.yaml import YAML
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams
 from stages.core.tasks import load_task
 from stages.prepare import prepare
-from stages.tasks.amr import samples as amr
-from stages.tasks.chat import samples as chat
-from stages.tasks.detection.samples.records import ForModel
-from stages.tasks.moe import samples as moe
 from tests import ROOT
 from tests.tasks.detection.written import PHOTOS, WRITERS
 from tools.data.__main__ import main
@@ -76,29 +72,31 @@ def test_a_dataset_is_shown_as_params_have_it(workspace: Path) -> None:
     assert "&lt;b&gt;mug" in page
 
 
-ANSWERS = {
-    "nutrition-tables": lambda record: ForModel("qwen2_vl", lambda *size: size).conversation(record, answered=True),
-    "visempar": lambda record: amr.conversation(record, answered=True, answer_format="mtup"),
-    "truthfulqa": lambda record: moe.conversation(record, answered=True),
-    "conversations": lambda record: chat.conversation(record, answered=True),
-}
-RECIPES = {"visempar": "amr-mtup"}
-
-
-@pytest.mark.parametrize("dataset", ANSWERS)
-def test_a_sample_is_shown_with_what_counts_in_the_loss(workspace: Path, dataset: str) -> None:
+@pytest.mark.parametrize(
+    ("dataset", "recipe", "answer_format"),
+    [
+        ("nutrition-tables", "r1-llm-only", None),
+        ("visempar", "amr-mtup", "mtup"),
+        ("truthfulqa", None, None),
+        ("conversations", None, None),
+    ],
+)
+def test_a_sample_is_shown_with_what_counts_in_the_loss(
+    workspace: Path, dataset: str, recipe: str | None, answer_format: str | None
+) -> None:
     yaml, path = YAML(), workspace / "params.yaml"
     params = yaml.load(path)
     params["profiles"]["tiny"]["datasets"][dataset]["limit"] = {"train": 3, "val": 2}
     yaml.dump(params, path)
-    recipe = RECIPES.get(dataset)
     ended = run("--dataset", dataset, *(["--recipe", recipe] if recipe else []))
     assert ended.exit_code == 0, ended.output
     task = params["profiles"]["tiny"]["datasets"][dataset]["task"]
     chosen = DatasetParams(task=task, source=f"folder:data/tiny/{dataset}", limit=LimitParams(train=3, val=2))
     prepare(chosen, DataParams(), workspace / "out")
-    record = load_task(task, "samples").read_split(workspace / "out", "train")[0]
-    messages = ANSWERS[dataset](record).messages
+    samples = load_task(task, "samples")
+    record = samples.read_split(workspace / "out", "train")[0]
+    asked = samples.ForModel("qwen2_vl", lambda *size: size) if task == "detection" else samples
+    messages = asked.conversation(record, answered=True, answer_format=answer_format).messages
     shown = ended.stdout.partition("\u27e6 \u27e7:")[2]
     counted = re.findall("\u27e6(.*?)\u27e7", shown, re.DOTALL)
     assert [text.removesuffix("<|im_end|>") for text in counted] == [messages[-1]["content"][0]["text"]]

@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from PIL import Image
-from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import message
@@ -27,7 +26,7 @@ from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, draw_boxes
 from stages.tasks.moe.samples import Record, conversation
 from tests import ROOT
 from tests.kit.data.images import bomb
-from tests.stage_runs import done, write_params
+from tests.stage_runs import done, small_params, write_params
 from tests.tasks.moe.made_up import fact, meeting
 from tools.try_run import __main__ as command
 from tools.try_run.forms import FORMS, Form, MoeForm, Run, escaped, following, mermaid
@@ -43,16 +42,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both were trained for two steps; detection was evaluated, its base too, and AMR made predictions."""
     workspace = tmp_path_factory.mktemp("workspace")
     (workspace / "data").mkdir()
-    (workspace / "data/tiny").symlink_to(ROOT / "data/tiny")
     (workspace / "data/unknown.txt").write_text("".join(f"{sentence}\n" for sentence in SENTENCES))
-    raw = YAML(typ="safe").load(ROOT / "params.yaml")
-    tiny = raw["profiles"]["tiny"]
-    for name in ("nutrition-tables", "visempar"):
-        tiny["datasets"][name]["limit"] = {"train": 8, "val": 4}
-    tiny["memory"]["micro_batch"] = 4
-    tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 48}
+    raw = small_params()
+    raw["profiles"]["tiny"]["evaluation"]["max_new_tokens"] = 48
     for name in (DETECTION, AMR):
-        raw["recipes"][name].update(effective_batch=4, max_steps=2, validation=None)
+        raw["recipes"][name].update(max_steps=2, validation=None)
     raw["predictions"] = {"unknown": {"task": "amr", "recipe": AMR, "inputs": "data/unknown.txt"}}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
@@ -94,9 +88,9 @@ def test_a_photograph_is_answered_as_by_evaluate(workspace: Path, tmp_path: Path
             row = pq.read_table(f"data/runs/{name}/predictions.parquet").to_pylist()[index]
             text = page.answer(model, question)
             assert text == row["text"]
-            shown = form.shown(question, text, model.answerer)
-            assert shown.image is not None
-            assert (f"of {record.width} x {record.height} pixels" in shown.text) == bool(row["boxes"])
+            image, markdown = form.shown(question, text, model.answerer)
+            assert image is not None
+            assert (f"of {record.width} x {record.height} pixels" in markdown) == bool(row["boxes"])
             boxes += len(row["boxes"])
     assert boxes, "the models named no box, so there was nothing to compare"
 
@@ -110,7 +104,7 @@ def test_a_sentence_is_answered_as_by_predict(workspace: Path) -> None:
         question = form.question(f" {sentence}\n")
         header, graph = block.strip().split("\n", 1)
         assert header == f"#::snt {sentence}"
-        assert f"\n{graph}\n" in form.shown(question, page.answer(model, question), model.answerer).text
+        assert f"\n{graph}\n" in form.shown(question, page.answer(model, question), model.answerer)[1]
     with pytest.raises(UserError, match=r"too long: .* tokens"):
         page.answer(model, form.question("Tôi đọc sách . " * 20_000))
 

@@ -36,20 +36,8 @@ class Run:
     answer_format: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Field:
-    kind: Literal["image", "line", "text"]
-    """The value of an image is the path of a file."""
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """An answer for people; the page shows the completion itself below."""
-
-    image: Image | None = None
-    text: str = ""
-    """Markdown, in which text of a model or a person is escaped."""
+Field = tuple[Literal["image", "line", "text"], str]
+"""The kind of a field, and its label. The value of an image is the path of a file."""
 
 
 def following(question: Conversation, turns: Sequence[tuple[str, str]]) -> Conversation:
@@ -72,8 +60,8 @@ class Form:
     """A message with a system prompt, answered in text: the form of every task that has none of its own."""
 
     fields: tuple[Field, ...] = (
-        Field(kind="line", label="A message"),
-        Field(kind="text", label="A system prompt before all messages, or nothing"),
+        ("line", "A message"),
+        ("text", "A system prompt before all messages, or nothing"),
     )
     output: Literal["image", "text", "dialogue"] = "dialogue"
     """The form of an answer. In a dialogue, each question follows the turns before it (`following`)."""
@@ -87,13 +75,14 @@ class Form:
         before = [message("system", system)] if system else []
         return Conversation(sample_id="message", messages=[*before, message("user", text)])
 
-    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
-        """The answer for the page to show above the completion; by default nothing."""
-        return Shown()
+    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> tuple[Image | None, str]:
+        """An image and Markdown, in which text of a model or a person is escaped, for the page to show above the
+        completion; by default nothing."""
+        return None, ""
 
 
 class DetectionForm(Form):
-    fields = (Field(kind="image", label="Drop a photograph"),)
+    fields = (("image", "Drop a photograph"),)
     output = "image"
 
     def __init__(self, run: Run) -> None:
@@ -112,7 +101,7 @@ class DetectionForm(Form):
         record = replace(self.sample, **fields, boxes=(), labels=(), categories=(), place=None)
         return conversation(record, answered=False)
 
-    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
+    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> tuple[Image | None, str]:
         from stages.kit.models.prompts import resizing
 
         (record,) = question.images
@@ -129,11 +118,11 @@ class DetectionForm(Form):
         ]
         text = "The answer says that there is none." if decoded.none else "; ".join(boxes)
         image = draw_boxes(record, found, PREDICTION_COLOUR)
-        return Shown(image=image, text=text or "No box can be read in the answer.")
+        return image, text or "No box can be read in the answer."
 
 
 class AmrForm(Form):
-    fields = (Field(kind="line", label="A sentence"),)
+    fields = (("line", "A sentence"),)
     output = "text"
 
     def __init__(self, run: Run) -> None:
@@ -146,7 +135,7 @@ class AmrForm(Form):
             raise UserError("one sentence at a time, on one line")
         return amr.conversation(sentence, answer_format=self.answer_format)
 
-    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
+    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> tuple[Image | None, str]:
         """The graph that `predict` writes: the answer's, a repaired one, or an empty one."""
         submission = amr.submission([question.sample_id], [answer], answer_format=self.answer_format)
         _, graph = submission.text.replace("\r\n", "\n").split("\n", 1)
@@ -156,7 +145,7 @@ class AmrForm(Form):
         fence = "```"
         while fence in graph:
             fence += "`"
-        return Shown(text=f"{note}\n```mermaid\n{drawn}\n```\n\n{fence}\n{graph.rstrip()}\n{fence}\n")
+        return None, f"{note}\n```mermaid\n{drawn}\n```\n\n{fence}\n{graph.rstrip()}\n{fence}\n"
 
 
 def mermaid(graph: Node) -> Iterator[str]:
@@ -185,8 +174,8 @@ def escaped(text: str) -> str:
 
 class MoeForm(Form):
     fields = (
-        Field(kind="line", label="A question"),
-        Field(kind="text", label="The transcript that it is about, or nothing"),
+        ("line", "A question"),
+        ("text", "The transcript that it is about, or nothing"),
     )
     output = "text"
 

@@ -15,7 +15,7 @@ from stages.core.errors import OutOfMemory, UserError
 from stages.kit.data.conversation import Conversation, message
 from stages.kit.data.images import FORMATS
 from stages.kit.planning.memory_use import recognised_out_of_memory
-from tools.try_run.forms import Field, Form, following
+from tools.try_run.forms import Form, following
 
 if TYPE_CHECKING:
     from stages.kit.evaluation.answer import Answerer
@@ -59,13 +59,13 @@ def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Block
             if form.output == "dialogue":
                 results.append(dialogue_of([*question.messages, message("assistant", text)]))
                 continue
-            shown = form.shown(question, text, model.answerer)
-            results += [*([shown.image] if form.output == "image" else []), shown.text, text]
+            image, markdown = form.shown(question, text, model.answerer)
+            results += [*([image] if form.output == "image" else []), markdown, text]
         return results
 
     with gr.Blocks(title=title, analytics_enabled=False) as page:
         gr.Markdown(f"# {title}")
-        inputs = [input_component(field) for field in form.fields]
+        inputs = [input_component(*field) for field in form.fields]
         button = gr.Button("Ask", variant="primary")
         problem = gr.Textbox(label="Cannot be asked", visible=False, interactive=False)
         outputs = []
@@ -77,9 +77,9 @@ def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Block
         triggers = [
             button.click,
             *(
-                component.upload if field.kind == "image" else component.submit
-                for field, component in zip(form.fields, inputs, strict=True)
-                if field.kind != "text"
+                component.upload if kind == "image" else component.submit
+                for (kind, _), component in zip(form.fields, inputs, strict=True)
+                if kind != "text"
             ),
         ]
         dialogues = outputs if form.output == "dialogue" else []
@@ -87,11 +87,11 @@ def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Block
     return page
 
 
-def input_component(field: Field) -> Any:
+def input_component(kind: str, label: str) -> Any:
     # A plain file: gr.Image would decode it before `parse_image` has checked its size.
-    if field.kind == "image":
-        return gr.File(label=field.label, file_types=SUFFIXES)
-    return gr.Textbox(label=field.label, lines=1 if field.kind == "line" else 6, max_lines=12)
+    if kind == "image":
+        return gr.File(label=label, file_types=SUFFIXES)
+    return gr.Textbox(label=label, lines=1 if kind == "line" else 6, max_lines=12)
 
 
 def output_components(form: Form) -> list[Any]:

@@ -1,8 +1,6 @@
 """Conversations for tests, as lines of JSON and as records."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from stages.kit.data.texts import TextMetric
@@ -17,12 +15,6 @@ def messages(question: str, answer: str, system: str | None = None) -> list[dict
 
 def line(number: int, **more: Any) -> dict[str, Any]:
     return {"messages": messages(f"What is {number}?", f"A number, {number}."), **more}
-
-
-def write_lines(path: Path, *lines: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in lines))
-    return path
 
 
 def record(question: str, answer: str, *metrics: TextMetric, number: int = 1) -> Record:

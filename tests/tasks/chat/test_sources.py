@@ -14,8 +14,8 @@ from stages.tasks.chat.samples import Message, Record, image_problems, order_pro
 from stages.tasks.chat.sources import ParsedConversation, Reader, parse_conversation
 from tests.damage import VALUES, damaged_tree, quick
 from tests.kit.data.images import png
-from tests.tasks import prepare
-from tests.tasks.chat.conversations import line, messages, write_lines
+from tests.tasks import prepare, write_lines
+from tests.tasks.chat.conversations import line, messages
 
 BLUE, GREEN = png(), png((20, 220, 20))
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "or"}

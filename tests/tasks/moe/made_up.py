@@ -1,6 +1,5 @@
 """Records and files of both domains."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +55,3 @@ def yale(name: str, *queries: str) -> dict[str, Any]:
 
 def longbench(number: int) -> dict[str, Any]:
     return {"input": f"What of {number}?", "context": f"Bob: {number}.", "answers": ["Nothing."], "dataset": "qmsum"}
-
-
-def write_lines(path: Path, *contents: Any, newline: str = "\n") -> Path:
-    lines = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) for content in contents]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes((newline.join(lines) + newline).encode())
-    return path

@@ -7,8 +7,8 @@ from stages.core.errors import UserError
 from stages.core.params.schema import LimitParams
 from stages.tasks.moe.samples import Record, read_split
 from tests import ROOT
-from tests.tasks import prepare
-from tests.tasks.moe.made_up import longbench, write_lines, write_table, yale
+from tests.tasks import prepare, write_lines
+from tests.tasks.moe.made_up import longbench, write_table, yale
 
 QUESTIONS = tuple(f"Is it {number}?" for number in range(30))
 
