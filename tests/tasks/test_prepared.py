@@ -39,7 +39,7 @@ class Prepared:
 
     def __post_init__(self) -> None:
         samples = load_task(self.task, "samples")
-        self.schema = samples.SCHEMA if hasattr(samples, "SCHEMA") else samples.records.SCHEMA
+        self.schema = samples.SCHEMA
         self.rows = [to_row(each, self.schema) for each in RECORDS[self.task]]
 
     def content(self, rows: list[dict[str, Any]]) -> bytes:

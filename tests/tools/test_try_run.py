@@ -21,7 +21,7 @@ from PIL import Image
 from stages.core.errors import UserError
 from stages.kit.data.conversation import message
 from stages.tasks.amr.samples.graphs import read_graph
-from stages.tasks.detection.samples.records import read_split
+from stages.tasks.detection.samples import read_split
 from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, draw_boxes
 from stages.tasks.moe.samples import Record, conversation
 from tests import ROOT

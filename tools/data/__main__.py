@@ -34,7 +34,7 @@ from stages.core.tasks import load_task
 from stages.kit.data.prepared import STATS_FILE
 from stages.kit.reporting.page import inline_image
 from stages.prepare import prepare
-from stages.tasks.detection.samples.records import DetectionRecord
+from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.scoring.drawing import TRUTH_COLOUR, draw_boxes
 from stages.tasks.detection.sources.rows import DataForm, Reader
 from tools.plan import available_inputs, trainable_recipes

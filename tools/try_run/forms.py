@@ -15,8 +15,8 @@ from stages.kit.data.texts import markup_problem
 from stages.tasks.amr import predictions as amr
 from stages.tasks.amr.samples.graphs import Node, Reference, read_graph
 from stages.tasks.detection import sources as detection_sources
+from stages.tasks.detection.samples import DetectionRecord, conversation, read_split
 from stages.tasks.detection.samples.boxes import codec_of, decode_boxes
-from stages.tasks.detection.samples.records import DetectionRecord, conversation, read_split
 from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, draw_boxes
 from stages.tasks.moe import samples as moe
 

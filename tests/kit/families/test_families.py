@@ -35,8 +35,8 @@ from stages.kit.models.prompts import (
     tokenizer_of,
 )
 from stages.kit.training.batches import ConversationCollator, packed
+from stages.tasks.detection.samples import ForModel
 from stages.tasks.detection.samples.boxes import codec, decode_boxes
-from stages.tasks.detection.samples.records import ForModel
 from tests import ROOT
 from tests.tiny_families import ENDS, TEMPLATES_DIR, config_for, save_tiny_family, template_of
 from tests.tiny_families import processor_for as built_processor

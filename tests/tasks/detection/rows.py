@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.samples.boxes import Box
-from stages.tasks.detection.samples.records import DetectionRecord
 from stages.tasks.detection.sources.rows import BoxForm, Reader, Row, parse_row
 from tests.kit.data.images import png
 

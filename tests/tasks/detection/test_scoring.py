@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.samples.boxes import Box, encode_boxes
-from stages.tasks.detection.samples.records import DetectionRecord
+from stages.tasks.detection.scoring import failure, matched_ious, pairwise_iou, score
 from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, TRUTH_COLOUR, draw_prediction
-from stages.tasks.detection.scoring.metrics import failure, matched_ious, pairwise_iou, score
 from tests.kit.data.images import png
 from tests.tasks.detection.rows import record
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.core.errors import UserError
-from stages.tasks.detection.samples.records import DetectionRecord, ForModel, read_split
-from stages.tasks.detection.sources import Reader
+from stages.tasks.detection.samples import DetectionRecord, ForModel, read_split
+from stages.tasks.detection.sources.rows import Reader
 from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
 from tests.kit.data.images import bomb, patch_jpeg, png
 from tests.tasks import prepare

@@ -1,5 +1,156 @@
-"""Names that the stages use."""
+"""Records of detection, and the conversation about each."""
 
-from stages.tasks.detection.samples.records import ForModel, check, conversation, probes, read_split
+from __future__ import annotations
 
-__all__ = ["ForModel", "check", "conversation", "probes", "read_split"]
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pyarrow as pa
+from PIL import Image, ImageDraw
+
+from stages.kit.data.conversation import Conversation, message
+from stages.kit.data.images import ImageRecord, require_prepared_image
+from stages.kit.data.prepared import PreparedRow, read_prepared
+from stages.tasks.detection.samples.boxes import (
+    TARGET,
+    AnswerForm,
+    Box,
+    codec,
+    codec_of,
+    encode_boxes,
+    reading_order,
+    require_box,
+)
+
+ScoredBoxes = Literal["first", "all"]
+
+PROMPT = "Detect the bounding box of the nutrition table."
+"""The question about TARGET."""
+
+SCHEMA = pa.schema(
+    [
+        ("image_id", pa.string()),
+        ("image", pa.binary()),
+        ("width", pa.int64()),
+        ("height", pa.int64()),
+        ("boxes", pa.list_(pa.list_(pa.float64()))),
+        ("categories", pa.list_(pa.string())),
+        ("sha256", pa.string()),
+        ("labels", pa.list_(pa.string())),
+        ("asked", pa.list_(pa.string())),
+        ("prompt", pa.string()),
+        ("answer", pa.string()),
+        ("scored_boxes", pa.string()),
+    ]
+)
+"""Columns of a prepared split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionRecord(ImageRecord):
+    boxes: tuple[Box, ...]
+    """In the order of the dataset."""
+    categories: tuple[str, ...]
+    """The category of each box."""
+    labels: tuple[str | None, ...]
+    """The name of each box in answers; None if it is not asked for."""
+    asked: tuple[str, ...] = (TARGET,)
+    """The labels that are asked for; empty for all. With several, a predicted box's label counts."""
+    prompt: str = PROMPT
+    answer: AnswerForm = "native"
+    """The form of boxes: the model family's own, or JSON."""
+    scored_boxes: ScoredBoxes = "first"
+    """Whether a sample's IoU is of the box that was annotated first, or of all that are asked for."""
+
+    def content(self) -> list[Any]:
+        return [*super().content(), self.boxes, self.categories]
+
+    def first_annotated(self) -> Box | None:
+        """The first box of the dataset that is asked for."""
+        return next((box for box, label in zip(self.boxes, self.labels, strict=True) if label is not None), None)
+
+    def targets(self) -> tuple[tuple[Box, str], ...]:
+        """The boxes that are asked for, each with its label, in reading order."""
+        asked = [(box, label) for box, label in zip(self.boxes, self.labels, strict=True) if label is not None]
+        return tuple(sorted(asked, key=lambda target: reading_order(target[0])))
+
+    def target_boxes(self) -> tuple[Box, ...]:
+        return tuple(box for box, _ in self.targets())
+
+
+def read_split(prepared_dir: Path, split: str) -> list[DetectionRecord]:
+    """The records of a prepared split, in their order. Raises UserError if it is not prepared, or damaged."""
+    return read_prepared(prepared_dir, split, SCHEMA, _from_row)
+
+
+def _from_row(row: dict[str, Any], place: PreparedRow) -> DetectionRecord:
+    boxes = tuple(require_box(tuple(box)) for box in row["boxes"])
+    texts: dict[str, Any] = {name: tuple(row[name]) for name in ("categories", "labels", "asked")}
+    known_labels = {None, *(texts["asked"] or texts["labels"])}
+    if not (
+        len(boxes) == len(texts["categories"]) == len(texts["labels"])
+        and None not in texts["categories"]
+        and known_labels.issuperset(texts["labels"])
+        and row["answer"] in get_args(AnswerForm)
+        and row["scored_boxes"] in get_args(ScoredBoxes)
+    ):
+        raise ValueError(f"its fields contradict each other: {len(boxes)} boxes, {texts}, {row['answer']!r}")
+    require_prepared_image(row)
+    return DetectionRecord(**{**row, **texts, "boxes": boxes}, place=place)
+
+
+def check(model_type: str) -> None:
+    """Raises UserError for a model that writes no boxes."""
+    codec(model_type)
+
+
+def conversation(record: DetectionRecord, *, answered: bool, answer_format: None = None) -> Conversation:
+    """The image and the question. The answer depends on the model: see `ForModel`."""
+    assert not answered, "a model's family determines how boxes are written"
+    return _conversation(record.image_id, record, record.prompt, None)
+
+
+@dataclass(frozen=True)
+class ForModel:
+    """The task for one model, which answers in its family's form."""
+
+    family: str
+    """model_type of its config."""
+    resized: Callable[[int, int], tuple[int, int]]
+    """From the (width, height) of an image to those that the model sees."""
+
+    def conversation(self, record: DetectionRecord, *, answered: bool, answer_format: None = None) -> Conversation:
+        """The image and the question; with the true boxes as the assistant's answer if `answered`."""
+        answer = None
+        if answered:
+            boxes, labels = record.target_boxes(), [label for _, label in record.targets()]
+            form, size = codec_of(record.answer, self.family), self.resized(record.width, record.height)
+            answer = encode_boxes(boxes, family=form, size=size, label=labels)
+        return _conversation(record.image_id, record, record.prompt, answer)
+
+    def score_options(self, records: Sequence[DetectionRecord]) -> dict[str, Any]:
+        """Arguments of `scoring.score` that depend on the model."""
+        return {"family": self.family, "sizes": [self.resized(record.width, record.height) for record in records]}
+
+
+def probes(answer_format: None = None) -> list[Conversation]:
+    """Two answered conversations about plain drawings, upright and wide, to compare two models on."""
+    boxes: tuple[Box, ...] = ((0.2, 0.1, 0.7, 0.5), (0.25, 0.6, 0.9, 0.95))
+    found = []
+    for index, size in enumerate(((224, 280), (280, 224))):
+        image = Image.linear_gradient("L").resize(size).convert("RGB")
+        draw = ImageDraw.Draw(image)
+        for x0, y0, x1, y1 in boxes[: index + 1]:
+            draw.rectangle((x0 * size[0], y0 * size[1], x1 * size[0], y1 * size[1]), fill="white", outline="black")
+        found.append(_conversation(f"probe-{index}", image, PROMPT, encode_boxes(boxes[: index + 1])))
+    return found
+
+
+def _conversation(
+    sample_id: str, image: Image.Image | DetectionRecord, prompt: str, answer: str | None
+) -> Conversation:
+    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}
+    answered = [] if answer is None else [message("assistant", answer)]
+    return Conversation(sample_id=sample_id, messages=[asked, *answered], images=[image])

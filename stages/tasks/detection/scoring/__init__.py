@@ -1,6 +1,267 @@
-"""Names that the stages use."""
+"""Scores of answers: how well they name the boxes that are there, in figures and rows.
 
-from stages.tasks.detection.scoring.drawing import draw_prediction
-from stages.tasks.detection.scoring.metrics import PREDICTIONS, failure, ordered_by, score, summary
+Three families of figures, over the same samples:
 
-__all__ = ["PREDICTIONS", "draw_prediction", "failure", "ordered_by", "score", "summary"]
+- one IoU a sample. The original experiment's: first ground-truth box against first predicted one, 0 if the answer has
+  none. Or, if the dataset says so (`scored_boxes: all`), of all boxes, matched one to one: 0 for one that is missing or
+  too many. An image without a box scores 1 if the answer is that there is none;
+- several boxes an image: boxes matched one to one, then counted over the whole set;
+- COCO mean average precision, which ranks boxes by a score; SCORE_POLICY says where that comes from.
+
+If several labels are asked for, a predicted box matches those of its own label only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from stages.kit.statistics import figures
+from stages.tasks.detection.samples import DetectionRecord
+from stages.tasks.detection.samples.boxes import Box, Decoded, codec_of, decode_boxes
+from stages.tasks.detection.scoring.drawing import draw_prediction as draw_prediction
+
+Floats = NDArray[np.float64]
+
+PREDICTIONS = pa.schema(
+    [
+        ("image_id", pa.string()),
+        ("text", pa.string()),
+        ("valid", pa.bool_()),
+        ("boxes", pa.list_(pa.list_(pa.float64()))),
+        ("truth", pa.list_(pa.list_(pa.float64()))),
+        ("labels", pa.list_(pa.string())),
+        ("truth_labels", pa.list_(pa.string())),
+        ("iou", pa.float64()),
+        ("matched_iou", pa.float64()),
+    ]
+)
+"""Columns of predictions.parquet: they have their types even if no answer holds a box."""
+
+SCORE_POLICY = "answer-order"
+"""Generated text carries no confidence, and COCO mAP needs one. Under this policy the box at position k of an answer
+(from 0) scores 1 / (1 + k): all first boxes rank before all second ones, and equals stay in the order of the data. The
+figure compares answers given under the same policy; it does not compare with a detector's that has real scores."""
+
+
+def summary(metrics: Mapping[str, Any]) -> str:
+    """The original experiment's figures in a line."""
+    return (
+        f"mean IoU {metrics['mean_iou']:.3f}, detection rate {metrics['detection_rate']:.0%}, "
+        f"IoU>0.5 {metrics['iou_over_50']:.0%}, IoU>0.7 {metrics['iou_over_70']:.0%} of {metrics['samples']} samples"
+    )
+
+
+def pairwise_iou(boxes: Sequence[Box] | Floats, others: Sequence[Box] | Floats) -> Floats:
+    """Overlap of every box with every other box: intersection over union.
+
+    boxes:  (N, 4) float, x0 y0 x1 y1, any one unit.
+    others: (M, 4), the same.
+    Returns (N, M) in [0, 1]; a zero-area box scores 0.
+    Raises ValueError if x1 < x0 or y1 < y0.
+    """
+    a, b = (np.asarray(given, dtype=np.float64).reshape(-1, 4) for given in (boxes, others))
+    for given in (a, b):
+        if reversed_rows := np.flatnonzero((given[:, 2:] < given[:, :2]).any(axis=1)).tolist():
+            raise ValueError(f"boxes {reversed_rows} are reversed: {given[reversed_rows].tolist()}")
+    top_left = np.maximum(a[:, None, :2], b[None, :, :2])  # (N, M, 2)
+    bottom_right = np.minimum(a[:, None, 2:], b[None, :, 2:])
+    overlap = np.clip(bottom_right - top_left, 0, None).prod(axis=2)
+    area_a, area_b = ((given[:, 2:] - given[:, :2]).prod(axis=1) for given in (a, b))
+    union = area_a[:, None] + area_b[None, :] - overlap
+    # A union of 0, or one that underflows, only if both boxes are (as good as) empty.
+    iou: Floats = np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
+    return iou.clip(0, 1)
+
+
+def matched_ious(
+    truth: Sequence[Box],
+    predicted: Sequence[Box],
+    labels: tuple[Sequence[str], Sequence[str | None]] | None = None,
+) -> Floats:
+    """IoU of each ground-truth box with the predicted box it is matched to; 0 if none is left for it.
+
+    labels: of truth and of predicted, of which equal ones match; None if any may match any.
+
+    One to one, such that the sum of the IoUs is the largest possible (Hungarian method), so the order of an answer does
+    not matter and a box named twice counts once.
+    Returns (len(truth),).
+    """
+    overlaps = pairwise_iou(truth, predicted)
+    if labels is not None:
+        ours, theirs = (np.array(each, dtype=object) for each in labels)
+        overlaps = np.where(ours[:, None] == theirs[None, :], overlaps, 0.0)
+    rows, columns = linear_sum_assignment(overlaps, maximize=True)
+    matched = np.zeros(len(truth))
+    matched[rows] = overlaps[rows, columns]
+    return matched
+
+
+def score(
+    records: Sequence[DetectionRecord],
+    texts: Sequence[str],
+    *,
+    answer_format: None = None,
+    family: str = "qwen2_vl",
+    sizes: Sequence[tuple[int, int]] | None = None,
+) -> tuple[dict[str, float | int | str], list[dict[str, Any]]]:
+    """Score raw answers, one for each record.
+
+    sizes: (width, height) of the resized images, for the model families that answer in their pixels.
+    Returns (metrics, rows): the flat figures of metrics.json, and the rows of predictions.parquet in the order of the
+    records. The original experiment's figures take the box that was annotated first, as it did; all else takes the
+    ground truth in reading order, in which it is asked for.
+    """
+    assert len(records) == len(texts) > 0, f"{len(texts)} answers for {len(records)} records"
+    sizes_or_none = [None] * len(texts) if sizes is None else sizes
+    answers = [
+        decode_boxes(text, family=codec_of(record.answer, family), size=size)
+        for record, text, size in zip(records, texts, sizes_or_none, strict=True)
+    ]
+    rows: list[dict[str, Any]] = []
+    matched: list[Floats] = []
+    for record, text, answer in zip(records, texts, answers, strict=True):
+        truth, truth_labels = record.target_boxes(), [label for _, label in record.targets()]
+        labels = (truth_labels, answer.labels) if len(record.asked) > 1 else None
+        matched.append(matched_ious(truth, answer.boxes, labels))
+        iou = _iou(record, answer, matched[-1])
+        row = {
+            "image_id": record.image_id,
+            "text": text,
+            "valid": bool(answer.boxes) if truth else answer.none,
+            "boxes": [list(box) for box in answer.boxes],
+            "truth": [list(box) for box in truth],
+            "labels": list(answer.labels),
+            "truth_labels": truth_labels,
+            "iou": iou,
+            "matched_iou": float(matched[-1].mean()) if truth else iou,
+        }
+        rows.append(row)
+    num_valid = sum(row["valid"] for row in rows)
+    metrics: dict[str, float | int | str] = {
+        "samples": len(records),
+        **_sample_figures(np.array([row["iou"] for row in rows])),
+        "detection_rate": num_valid / len(rows),
+        "parse_failure_rate": (len(rows) - num_valid) / len(rows),
+        "malformed_boxes": sum(len(answer.problems) for answer in answers),
+        **_multi_box_figures(matched, num_predicted=sum(len(answer.boxes) for answer in answers)),
+        **_mean_average_precision(records, answers),
+        "map_score_policy": SCORE_POLICY,
+    }
+    if empty := [row["valid"] for row in rows if not row["truth"]]:
+        metrics |= {"empty_images": len(empty), "empty_images_right": sum(empty) / len(empty)}
+    return metrics, rows
+
+
+def _iou(record: DetectionRecord, answer: Decoded, matched: Floats) -> float:
+    """IoU of one sample, as its dataset defines it."""
+    first, predicted = record.first_annotated(), answer.boxes
+    if first is None:
+        return float(answer.none)
+    if record.scored_boxes == "first":
+        return float(pairwise_iou([first], predicted[:1])[0, 0]) if predicted else 0.0
+    return float(matched.sum()) / max(len(matched), len(predicted))
+
+
+def _sample_figures(ious: Floats) -> dict[str, float]:
+    """Figures of one IoU a sample; "over" is strictly over. A single sample has no interval."""
+    return {
+        **figures("mean_iou", ious),
+        "median_iou": float(np.median(ious)),
+        "min_iou": float(ious.min()),
+        "max_iou": float(ious.max()),
+        "iou_over_50": float((ious > 0.5).mean()),
+        "iou_over_70": float((ious > 0.7).mean()),
+    }
+
+
+def _multi_box_figures(matched: Sequence[Floats], num_predicted: int) -> dict[str, float]:
+    """Figures over all boxes of all images; a predicted box is right if its match reaches the threshold."""
+    ious = np.concatenate(matched)
+    if not ious.size:  # only images without a box, of so few samples
+        return {}
+    found = {"matched_mean_iou": float(ious.mean())}
+    for percent in (50, 75):
+        num_right = int((ious >= percent / 100).sum())
+        found[f"precision_{percent}"] = num_right / num_predicted if num_predicted else 0.0
+        found[f"recall_{percent}"] = num_right / len(ious)
+        found[f"f1_{percent}"] = 2 * num_right / (num_predicted + len(ious))
+    return found
+
+
+def _mean_average_precision(records: Sequence[DetectionRecord], answers: Sequence[Decoded]) -> dict[str, float]:
+    """COCO's AP over IoU 0.50:0.95, at 0.50 and at 0.75, averaged over the labels that are there: at most 100 boxes an
+    image. A predicted box of a label that is not asked for counts nowhere here, and against precision above.
+    """
+    several = any(len(record.asked) > 1 for record in records)
+    truth = [
+        (image, box, label if several else None)
+        for image, record in enumerate(records)
+        for box, label in record.targets()
+    ]
+    numbers = {label: number for number, label in enumerate(sorted({label for *_, label in truth}, key=str), start=1)}
+    if not numbers:
+        return {}
+
+    def entry(image: int, box: Box, label: str | None) -> dict[str, Any]:
+        (x0, y0, x1, y1), w, h = box, records[image].width, records[image].height
+        wide, high = (x1 - x0) * w, (y1 - y0) * h
+        pixels = {"bbox": [x0 * w, y0 * h, wide, high], "area": wide * high, "iscrowd": 0}
+        return {"image_id": image, "category_id": numbers[label], **pixels}
+
+    predicted = [
+        {**entry(image, box, label), "score": 1 / (1 + position)}
+        for image, answer in enumerate(answers)
+        for position, (box, own) in enumerate(zip(answer.boxes, answer.labels, strict=True))
+        if (label := own if several else None) in numbers
+    ]
+    names = ("map_50_95", "map_50", "map_75")
+    if not predicted:  # loadRes refuses an empty list
+        return dict.fromkeys(names, 0.0)
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    coco = COCO()
+    coco.dataset = {
+        "images": [{"id": image, "width": each.width, "height": each.height} for image, each in enumerate(records)],
+        "categories": [{"id": number} for number in numbers.values()],
+        # pycocotools takes a match with annotation 0 for no match.
+        "annotations": [{**entry(*each), "id": number} for number, each in enumerate(truth, start=1)],
+    }
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
+        coco.createIndex()
+        evaluation = COCOeval(coco, coco.loadRes(predicted), iouType="bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return {name: float(evaluation.stats[i]) for i, name in enumerate(names)}
+
+
+def ordered_by(_: DetectionRecord) -> str:
+    """The column by which samples are best and worst."""
+    return "iou"
+
+
+def failure(row: Mapping[str, Any]) -> str | None:
+    """The kind of failure of a row of predictions; None if its IoU is above 0.5.
+
+    no_box: no readable one, where there is some; invented: one where there is none. elsewhere: no box overlaps a true
+    one by more than 0.1; shifted: none by more than 0.5. Of the others, too_many or too_few if the numbers differ, and
+    mixed_up if the right box has another place in the answer or another label.
+    """
+    if row["iou"] > 0.5:
+        return None
+    if not row["valid"]:
+        return "no_box" if row["truth"] else "invented"
+    overlap = pairwise_iou(row["truth"], row["boxes"]).max()
+    if overlap <= 0.5:
+        return "shifted" if overlap > 0.1 else "elsewhere"
+    more = len(row["boxes"]) - len(row["truth"])
+    return "mixed_up" if more == 0 else "too_many" if more > 0 else "too_few"

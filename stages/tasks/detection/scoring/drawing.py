@@ -9,8 +9,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from stages.core.errors import printable
 from stages.core.records import cut
+from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.samples.boxes import Box
-from stages.tasks.detection.samples.records import DetectionRecord
 
 MAX_WIDTH = 512
 """Pixels of an example; a report holds many of them."""

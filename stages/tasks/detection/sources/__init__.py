@@ -1,6 +1,208 @@
-"""Names that the stages use."""
+"""Sources of detection data: the hub, or a folder in one of the forms that annotation tools write."""
 
-from stages.tasks.detection.sources.dataset import read
-from stages.tasks.detection.sources.rows import Reader
+from __future__ import annotations
 
-__all__ = ["Reader", "read"]
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from stages.core.errors import UserError, join_truncated, listed
+from stages.core.given_files import given_files
+from stages.core.params.schema import DatasetParams, SplitParams
+from stages.core.records import cut, nearest, shown
+from stages.kit.data.parquet import read_schema
+from stages.kit.data.prepared import RawDataset, Rules, Sample
+from stages.kit.data.sources import READ_ON, describe_folder, files_by_split, parquet_folder, read_parquet_files
+from stages.kit.data.texts import markup_problem
+from stages.tasks.detection.samples import SCHEMA, DetectionRecord
+from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
+from stages.tasks.detection.sources import coco, voc, yolo
+from stages.tasks.detection.sources.folder import HELD_OUT, HELD_OUT_IMAGES, Folder, RawSample, Splits
+from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, BoxForm, Columns, DataForm, Reader, Row, parse_row
+
+FORMS = {"coco": coco, "yolo": yolo, "voc": voc}
+"""Forms of folders in which images are files of their own, and their readers."""
+
+log = logging.getLogger("stages")
+
+
+def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
+    """Images with boxes of `folder:PATH`, in any form that is read here, or of `hub:OWNER/NAME@REVISION`."""
+    _require_answerable(reader)
+    root, resolved, revision = parquet_folder(dataset.source)
+    folder = Folder(root, dataset.splits)
+    name = "parquet" if revision else _form_of(folder, reader.format)
+    if name == "parquet":
+        columns = reader.columns or OPEN_FOOD_FACTS
+        form, expected = BoxForm(order=columns.order, unit=columns.unit), _parquet(columns)
+        splits = _read_parquet(root, columns, dataset.splits)
+    elif reader.columns is not None:
+        raise UserError(f"the dataset's `columns` in params.yaml are of parquet files, and {root} is read as {name}")
+    else:
+        form, expected, splits = FORMS[name].FORM, FORMS[name].EXPECTED, FORMS[name].read(folder)
+
+    def parsed(rows: Iterable[RawSample]) -> Iterator[Sample[DetectionRecord]]:
+        for place, row in rows:
+            yield place, row if isinstance(row, list) else parse_row(row, reader, form)
+
+    return RawDataset(
+        rules=Rules(schema=SCHEMA, summary=_summary, expected=expected, subject="image", held_out=HELD_OUT),
+        source=resolved,
+        revision=revision,
+        splits={split: parsed(rows) for split, rows in splits.samples.items()},
+        validation=splits.validation,
+        unused_files=lambda: [*splits.unused, *(folder.unread() if name != "parquet" else ())],
+    )
+
+
+def _require_answerable(reader: Reader) -> None:
+    """Raises UserError if a label or the prompt cannot be asked for, or not be read back out of an answer."""
+    if problem := markup_problem(*reader.labels(), reader.question()):
+        raise UserError(f"the dataset's category and prompt in params.yaml: {problem}")
+    known = reader.categories()
+    if strange := [name for name in reader.label if known and name not in known]:
+        raise UserError(
+            f"the dataset's label in params.yaml: {strange[0]!r} is not asked for{nearest(strange[0], known)}"
+        )
+    family = codec_of(reader.answer, "qwen2_vl")
+    for label in reader.labels():
+        answer = encode_boxes([(0.25, 0.25, 0.75, 0.75)], family=family, label=label)
+        if decode_boxes(answer, family=family).labels != (label,):
+            raise UserError(f"the label {label!r} does not come back out of an answer that names it; take another")
+
+
+def _form_of(folder: Folder, wanted: DataForm | None) -> str:
+    """The form that params.yaml names, or else the only one that the folder has signs of. The log says which.
+
+    Raises UserError if it has signs of none, or of several.
+    """
+    signs = {name: found for name, form in FORMS.items() if (found := form.annotation_files(folder))}
+    if found := folder.with_suffix(".parquet"):
+        signs["parquet"] = found
+    name: str | None = wanted or next(iter(signs), None)
+    if name is None:
+        known = listed([_parquet(OPEN_FOOD_FACTS), *(form.EXPECTED for form in FORMS.values())])
+        raise UserError(
+            f"{folder.root} has no annotations of a known form: {describe_folder(folder.root)}. Expected one of:\n"
+            f"{known}\n{READ_ON}"
+        )
+    if wanted is None and len(signs) > 1:
+        found_forms = listed([f"{form}: {', '.join(files[:3])}" for form, files in signs.items()])
+        raise UserError(
+            f"{folder.root} has files of several forms:\n{found_forms}\nSay which is meant: `format` of the dataset's "
+            f"`reader` in params.yaml, {' or '.join(signs)}"
+        )
+    log.info("%s is read as %s, by %s", folder.root, name, "params.yaml" if wanted else join_truncated(signs[name], 1))
+    return name
+
+
+def _required(columns: Columns) -> list[str]:
+    named = (columns.image_id, columns.image, columns.boxes, columns.category)
+    return [name for name in named if name is not None]
+
+
+def _parquet(columns: Columns) -> str:
+    names = ", ".join(_required(columns))
+    return f"parquet files with the columns {names}, named train*.parquet, in the folder or in data/"
+
+
+def _read_parquet(folder: Path, columns: Columns, named: SplitParams) -> Splits:
+    """The files of the splits. Raises UserError if there are none to train on, or one of their columns is missing."""
+    required, expected = _required(columns), _parquet(columns)
+
+    def samples(paths: Sequence[Path]) -> Iterator[RawSample]:
+        class_names = cache(_class_names)
+        for place, row in read_parquet_files(folder, paths, required=required, expected=expected):
+            yield place, row_of(row, str(place), columns, class_names(folder / place.file, columns.category) or ())
+
+    files = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
+    chosen = files_by_split(folder, files, named, expected=expected)
+    return Splits(
+        samples={split: samples(paths) for split, paths in chosen.items()},
+        validation=None if "val" in chosen else HELD_OUT_IMAGES,
+    )
+
+
+def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence[str]) -> Row:
+    """names: of numbered categories."""
+    image, image_id = _at(row, columns.image), _at(row, columns.image_id) if columns.image_id else place
+    bboxes, categories = (_at(row, column) for column in (columns.boxes, columns.category))
+
+    def named(category: Any) -> Any:
+        return names[category] if isinstance(category, int) and 0 <= category < len(names) else category
+
+    boxes, problems = [], []
+    if bboxes is not None or categories is not None:
+        if isinstance(bboxes, list) and isinstance(categories, list) and len(bboxes) == len(categories):
+            boxes = [(f"box {i}", bbox, named(categories[i])) for i, bbox in enumerate(bboxes)]
+        else:
+            found = f"{columns.boxes} is {shown(bboxes)}, and {columns.category} {shown(categories)}"
+            problems = [f"{found}; expected two lists of the same length"]
+    return Row(
+        str(image_id) if isinstance(image_id, int) else image_id,
+        image.get("bytes") if isinstance(image, Mapping) else image,
+        boxes,
+        problems,
+    )
+
+
+def _at(value: Any, path: str) -> Any:
+    """The value of a field, or those of a list of structs."""
+    for step in path.split("."):
+        if isinstance(value, list):
+            value = [each.get(step) if isinstance(each, Mapping) else None for each in value]
+        else:
+            value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def _class_names(path: Path, column: str) -> list[str] | None:
+    """The names behind the numbers of a column, from the description that the library `datasets` writes into the file
+    (ClassLabel); None if it has none. Raises UserError if that is no JSON of this form.
+    """
+    metadata = read_schema(path).metadata or {}
+    if b"huggingface" not in metadata:
+        return None
+
+    def inner(feature: Any) -> Any:
+        """The items of a list: datasets writes {"feature": ..., "_type": "List"}, or [...]."""
+        if isinstance(feature, list):
+            return inner(feature[0])
+        is_list = isinstance(feature, dict) and feature.get("_type") in ("List", "LargeList", "Sequence")
+        return inner(feature["feature"]) if is_list else feature
+
+    try:
+        here: Any = json.loads(metadata[b"huggingface"])["info"]["features"]
+        for step in column.split("."):
+            here = inner(inner(here)[step])
+        names = here.get("names") if here.get("_type") == "ClassLabel" else None
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path}: the description of its columns (huggingface) cannot be read: {shown(error)}"
+        ) from None
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserError(f"{path}: the names of {column} are {shown(names)}, expected a list of names")
+    return names
+
+
+def _summary(split: str, records: Sequence[DetectionRecord]) -> dict[str, Any]:
+    if not any(record.target_boxes() for record in records):
+        raise UserError(f"no image of the split {split} has a box of {', '.join(records[0].asked) or 'anything'}")
+    labels = {label for record in records for label in record.labels}
+    categories = Counter(name for record in records for name in record.categories)
+    if split == "train" and (lacking := [label for label in records[0].asked if label not in labels]):
+        found = cut(", ".join(sorted(categories)))
+        raise UserError(f"no image to train on has a box of {', '.join(lacking)}, which is asked for; found {found}")
+    boxes_per_image = Counter(len(record.boxes) for record in records)
+    return {
+        "boxes": sum(len(record.boxes) for record in records),
+        "boxes_per_image": {str(count): images for count, images in sorted(boxes_per_image.items())},
+        "empty_images": sum(not record.target_boxes() for record in records),
+        "categories": dict(sorted(categories.items())),
+        "largest_image": list(max(((record.width, record.height) for record in records), key=math.prod)),
+    }

@@ -13,8 +13,8 @@ from stages.core.params.schema import STRICT, Text
 from stages.core.records import cut, shown
 from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
 from stages.kit.data.texts import markup_problem
+from stages.tasks.detection.samples import PROMPT, DetectionRecord, ScoredBoxes
 from stages.tasks.detection.samples.boxes import TARGET, AnswerForm, Box
-from stages.tasks.detection.samples.records import PROMPT, DetectionRecord, ScoredBoxes
 
 DataForm = Literal["parquet", "coco", "yolo", "voc"]
 BoxOrder = Literal["yxyx", "xyxy", "xywh", "cxcywh"]
