@@ -21,7 +21,7 @@ def test_a_question_is_asked_with_its_transcript_and_the_best_answer(record: Rec
 def test_each_domain_has_answered_probes() -> None:
     facts, meetings = (probes(domain=domain) for domain in DOMAINS)
     assert all(probe.answered() for probe in (*facts, *meetings, *probes()))
-    assert [len(probe.messages[0]["content"]) for probe in (*facts, *meetings)] == [1] * 4 + [3] * 4
+    assert [len(probe.messages[0]["content"]) for probe in (*facts, *meetings)] == [1] * 2 + [3] * 2
     assert [len(probe.messages[0]["content"]) for probe in probes()] == [1, 3]
     with pytest.raises(UserError, match=r"domain 'cars'.* truthfulqa, qmsum"):
         probes(domain="cars")
