@@ -274,61 +274,52 @@ PIECES = {
 }
 
 
-class Damaged:
-    """A folder that is written whole before each accident."""
-
-    def __init__(self, form: str, folder: Path) -> None:
-        self.form, self.folder = form, folder
-        WRITERS[form](folder / "whole", PHOTOS)
-        files = sorted(path for path in (folder / "whole").rglob("*") if path.is_file())
-        self.whole = {path.relative_to(folder / "whole"): path.read_bytes() for path in files}
-
-    def judge(self, change: Callable[[Path], None], *, skip_invalid: bool) -> None:
-        damaged, out = self.folder / "damaged", self.folder / "out"
-        shutil.rmtree(damaged, ignore_errors=True)
-        shutil.copytree(self.folder / "whole", damaged)
-        change(damaged)
-        columns = COLUMNS if self.form == "parquet" else None
-        reader = Reader(category=tuple(CLASSES), empty_images=True, format=self.form, columns=columns)  # type: ignore[arg-type]
-        try:
-            stats = prepare("detection", f"folder:{damaged}", out_dir=out, skip_invalid=skip_invalid, reader=reader)
-        except UserError as error:
-            assert all(len(line) < 1000 for line in error.message.splitlines())
-            return
-        for split, found in stats["splits"].items():
-            assert len(read_split(out, split)) == found["records"]
-            assert found["invalid_rows"] == 0 or skip_invalid
-
-
 @pytest.fixture(scope="module", params=WRITERS)
-def damaged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Damaged:
-    return Damaged(request.param, tmp_path_factory.mktemp("damaged"))
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A form, and a folder of it."""
+    folder = tmp_path_factory.mktemp("damaged") / "whole"
+    WRITERS[request.param](folder, PHOTOS)
+    return request.param, folder
+
+
+def damage(path: Path, form: str, data: st.DataObject) -> None:
+    match data.draw(st.sampled_from(["bytes", "bytes", "text", "tree", "tree", "gone", "folder", "renamed"])):
+        case "bytes":
+            path.write_bytes(data.draw(damaged_bytes(path.read_bytes() or b"0")))
+        case "text" if path.suffix in (".json", ".xml", ".txt", ".yaml"):
+            text = data.draw(damaged_text(path.read_text(errors="replace"), PIECES.get(form, ["x"])))
+            path.write_text(text, errors="ignore")
+        case "tree" if path.suffix == ".json":
+            path.write_text(json.dumps(data.draw(damaged_tree(json.loads(path.read_text())))))
+        case "tree" if path.suffix == ".parquet":
+            damage_table(path, data)
+        case "folder":
+            path.unlink()
+            path.mkdir()
+        case "renamed":
+            path.rename(path.with_name(f"train {path.name}"))
+        case _:
+            path.unlink()
 
 
 @given(data=st.data())
 @quick(60)
-def test_a_damaged_folder_gives_records_or_a_refusal(damaged: Damaged, data: st.DataObject) -> None:
-    def change(folder: Path) -> None:
-        path = folder / data.draw(st.sampled_from(sorted(damaged.whole)))
-        match data.draw(st.sampled_from(["bytes", "bytes", "text", "tree", "tree", "gone", "folder", "renamed"])):
-            case "bytes":
-                path.write_bytes(data.draw(damaged_bytes(path.read_bytes() or b"0")))
-            case "text" if path.suffix in (".json", ".xml", ".txt", ".yaml"):
-                text = data.draw(damaged_text(path.read_text(errors="replace"), PIECES.get(damaged.form, ["x"])))
-                path.write_text(text, errors="ignore")
-            case "tree" if path.suffix == ".json":
-                path.write_text(json.dumps(data.draw(damaged_tree(json.loads(path.read_text())))))
-            case "tree" if path.suffix == ".parquet":
-                damage_table(path, data)
-            case "folder":
-                path.unlink()
-                path.mkdir()
-            case "renamed":
-                path.rename(path.with_name(f"train {path.name}"))
-            case _:
-                path.unlink()
-
-    damaged.judge(change, skip_invalid=data.draw(st.booleans()))
+def test_a_damaged_folder_gives_records_or_a_refusal(whole: tuple[str, Path], data: st.DataObject) -> None:
+    (form, folder), skip_invalid = whole, data.draw(st.booleans())
+    damaged, out = folder.with_name("damaged"), folder.with_name("out")
+    shutil.rmtree(damaged, ignore_errors=True)
+    shutil.copytree(folder, damaged)
+    damage(data.draw(st.sampled_from(sorted(path for path in damaged.rglob("*") if path.is_file()))), form, data)
+    columns = COLUMNS if form == "parquet" else None
+    reader = Reader(category=tuple(CLASSES), empty_images=True, format=form, columns=columns)  # type: ignore[arg-type]
+    try:
+        stats = prepare("detection", f"folder:{damaged}", out_dir=out, skip_invalid=skip_invalid, reader=reader)
+    except UserError as error:
+        assert all(len(line) < 1000 for line in error.message.splitlines())
+        return
+    for split, found in stats["splits"].items():
+        assert len(read_split(out, split)) == found["records"]
+        assert found["invalid_rows"] == 0 or skip_invalid
 
 
 def damage_table(path: Path, data: st.DataObject) -> None:
