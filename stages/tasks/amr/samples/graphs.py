@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-import penman
-
 MAX_DEPTH = 100
 """Limit of nested nodes: a model that repeats itself would nest without end. People stay below 20."""
 
@@ -150,31 +148,35 @@ def variable_names(graph: Node, *, taken: AbstractSet[str] = frozenset()) -> lis
     return names
 
 
-def linear(graph: Node, heads: Sequence[str], names: Sequence[str]) -> str:
-    """The graph in one line. heads: the text behind each node's parenthesis. names: the text of references to it."""
+def linear(graph: Node, heads: Sequence[str], names: Sequence[str], *, indent: str = "") -> str:
+    """The graph as text. heads: the text behind each node's parenthesis. names: the text of references to it.
+
+    indent: that of the edges below each node, each on a line of its own; empty for one line.
+    """
     numbers = itertools.count()
 
-    def write(node: Node) -> str:
+    def write(node: Node, space: str) -> str:
         parts = [heads[next(numbers)]]
         for role, target in node.edges:
             if isinstance(target, Node):
-                parts.append(f"{role} {write(target)}")
+                parts.append(f"{role} {write(target, space + indent)}")
             else:
                 parts.append(f"{role} {names[target.node] if isinstance(target, Reference) else target}")
-        return f"({' '.join(parts)})"
+        return f"({space.join(parts)})"
 
-    return write(graph)
+    return write(graph, f"\n{indent}" if indent else " ")
 
 
-def penman_line(graph: Node) -> str:
-    """PENMAN in one line, the variables renamed."""
+def penman_line(graph: Node, *, indent: str = "") -> str:
+    """PENMAN in one line, or indented as `linear` does, the variables renamed."""
     names = variable_names(graph, taken={_nfc(constant) for constant in graph.constants()})
-    return linear(graph, [f"{name} / {node.concept}" for name, node in zip(names, graph.walk(), strict=True)], names)
+    heads = [f"{name} / {node.concept}" for name, node in zip(names, graph.walk(), strict=True)]
+    return linear(graph, heads, names, indent=indent)
 
 
 def penman_lines(graph: Node) -> str:
     """PENMAN over several lines, indented by four spaces a level."""
-    return str(penman.format(penman.parse(penman_line(canonical(graph))), indent=4))
+    return penman_line(canonical(graph), indent="    ")
 
 
 class Token(NamedTuple):
@@ -351,6 +353,7 @@ def _close(stack: list[_Draft]) -> None:
 
 
 def _finished(outside: _Draft, fault: Fault) -> Node | None:
+    """The graph of the first node that was read, its references linked; None if there is none."""
     root = next((target for _, target in outside.edges if isinstance(target, _Draft)), None)
     if root is None:
         fault("there is no graph", None)
