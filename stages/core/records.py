@@ -266,11 +266,15 @@ def damaged(path: Path, found: Mapping[str, str], *, fix: str) -> UserError:
     return UserError(f"{path} is damaged: {join_truncated(faults, 3)}; rebuild it with: {fix}")
 
 
+_OF_A_UNION = re.compile(r"constrained-\w+|(literal|tuple)\[.*")
+"""A step of pydantic's that is in no file: the kind that a value with several was compared with."""
+
+
 def problems(error: ValidationError, kind: Any) -> dict[str, str]:
     """The problems of a value that is not a valid `kind`, by dotted path; an unknown key with the nearest known one."""
     found: dict[str, str] = {}
     for details in error.errors(include_url=False):
-        *parent, last = details["loc"] or ("",)
+        *parent, last = [step for step in details["loc"] if not _OF_A_UNION.fullmatch(str(step))] or ("",)
         if last == "[key]":  # the problem is a mapping's key, not its value
             *parent, last = parent
         if details["type"] in ("unexpected_keyword_argument", "extra_forbidden"):

@@ -199,7 +199,7 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({f"{R1}.part_learning_rates": {"vision": 1.0}}, f"{R1}.part_learning_rates.vision: set"),
         ({"recipes.gate.full_targets.vision": ["attn"]}, "recipes.gate.full_targets.vision: set"),
         ({f"{R1}.validation": {"samples": 0}}, f"{R1}.validation.samples: "),
-        ({f"{R1}.validation": {"every_steps": 0}}, f"{R1}.validation.every_steps"),
+        ({f"{R1}.validation": {"every_steps": 0}}, f"{R1}.validation.every_steps: "),
         ({f"{R1}.early_stopping": {"patience": 0}}, f"{R1}.early_stopping.patience: "),
         ({f"{R1}.keep": "best", f"{R1}.validation": None}, f"{R1}.keep: "),
         (
