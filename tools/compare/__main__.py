@@ -86,7 +86,8 @@ def compare_experiments(
     with tempfile.TemporaryDirectory() as folder:
         found, left_out = comparable(task, names, Path(folder))
         contenders = read_contenders(params, task, report, [each.data_dir for each in found])
-        comparison = compare(report, contenders, matters=matters or params.compare.matters)
+        matters = matters or params.compare.matters.get(report.primary.key)
+        comparison = compare(report, contenders, matters=matters)
         listed = ", ".join(each.name for each in found)
         if not comparison.over_seeds:
             raise UserError(
@@ -96,6 +97,8 @@ def compare_experiments(
         seeds = sorted({run.plan.seed for run in comparison.all_runs if run.plan})
         notes = [f"Seeds {', '.join(map(str, seeds))}, of {len(found)} experiments: {listed}."]
         notes += [f"{left_out_words(left_out)}."] if left_out else []
+        if matters is None:
+            notes.append(f"No recipe is called as good: params.yaml has no compare.matters.{report.primary.key}.")
         if race:
             notes += [*race[-1:], "The other sentences do not take into account that seeds were added until then."]
         notes += _missing_words(found, task, [each.name for each in contenders])

@@ -387,9 +387,9 @@ class DataParams:
 class CompareParams:
     """Comparisons over seeds. No result depends on it."""
 
-    matters: Rate | None = None
-    """The smallest difference that matters, in the unit of the task's first metric: recipes that differ by less are
-    called as good. Null: none is."""
+    matters: dict[Name, Rate] = Field(default_factory=dict)
+    """The smallest difference that matters, in the unit of the metric that ranks a task's recipes, by its name in
+    metrics.json: recipes that differ by less are called as good. None are by a metric that is not named."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

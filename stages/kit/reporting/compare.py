@@ -362,7 +362,8 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
     if not difference.of_recipes:
         return _models_words(f"the model of {ours}", f"that of {theirs}", difference)
     found = difference.interval
-    amount = f"{difference.mean:+.3f}" + (f", likely between {found.low:+.3f} and {found.high:+.3f}" if found else "")
+    amount = f"{difference.mean:+.3f}" + (f", {part:+.0%}" if (part := difference.relative) is not None else "")
+    amount += f", likely between {found.low:+.3f} and {found.high:+.3f}" if found else ""
     match difference.verdict:
         case "too few samples":
             return f"{_too_few(difference.samples)} {ours} from {theirs} ({amount})"

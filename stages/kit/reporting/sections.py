@@ -179,6 +179,7 @@ def evidence_table(comparison: Comparison) -> Table:
         Column("question", "Question"),
         Column("difference", "Difference", "+.3f"),
         Column("difference", "95% interval", "+.3f"),
+        Column("relative", "Relative", "+.1%"),
         Column("p", "p"),
         Column("corrected_p", "Corrected p"),
         Column("ahead", "Samples ahead", "d"),
@@ -190,8 +191,8 @@ def evidence_table(comparison: Comparison) -> Table:
     for insight in comparison.insights:
         if found := insight.difference:
             p_values = (p_words(found.p_value), p_words(found.adjusted_p))
-            cells = (insight.topic, found.mean, found.interval, *p_values, found.ahead, found.behind, found.detectable)
-            rows.append([*cells, *([found.win_rate] if comparison.over_seeds else ())])
+            cells = (insight.topic, found.mean, found.interval, found.relative, *p_values, found.ahead, found.behind)
+            rows.append([*cells, found.detectable, *([found.win_rate] if comparison.over_seeds else ())])
     return Table.of(columns, rows)
 
 

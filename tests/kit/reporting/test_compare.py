@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -126,6 +127,7 @@ def test_words_follow_the_verdict_and_name_models_if_each_was_trained_once() -> 
     assert words(0).startswith("no difference shown between the model of r4 and that of r1 (")
     assert words(0.5, samples=4).startswith("4 samples are too few to tell the model of r4 from that of r1 (+0.5")
     assert words(0.05, trainings=3).startswith("r4 is better than r1 by +0.0")
+    assert re.match(r"r4 is better than r1 by \+0\.0\d+, \+1\d%, likely between \+0\.0", words(0.055, trainings=3))
     assert words(0.005, trainings=3).startswith("not settled whether r4 or r1 is better (+0.0")
     assert words(0.005, trainings=3).endswith(
         "more samples, and not only more seeds, would settle whether a difference as large as that is real"

@@ -131,11 +131,16 @@ def test_sharing_adds_freedom_and_never_takes_spread_away(variances: Floats, tra
         assert (freedom == 1).all(), "two trainings that failed alike are no evidence of steadiness"
 
 
-def test_equal_spreads_share_everything_and_a_base_has_no_part() -> None:
-    variances, counts = np.array([2.0, 2, 2, 0]), np.array([3.0, 3, 3, 1])
-    moderated, freedom = shared(variances, counts)
+def test_recipes_share_the_pooled_variance_and_a_base_has_no_part() -> None:
+    counts = np.array([3.0, 3, 3, 1])
+    moderated, freedom = shared(np.array([2.0, 2, 2, 0]), counts)
     assert moderated.tolist() == pytest.approx([2, 2, 2, 0])
-    assert freedom.tolist() == pytest.approx([5, 5, 5, np.inf]), "two of its own, and half of all six"
+    assert freedom.tolist() == pytest.approx([6, 6, 6, np.inf])
+    moderated, freedom = shared(np.array([0.0, 0, 9, 0]), counts)
+    assert moderated.tolist() == pytest.approx([2, 2, 9, 0]), "4/6 of the pooled 3, 2/6 of its own; or its own"
+    assert freedom.tolist() == pytest.approx([6, 6, 2, np.inf]), "nothing that the others know explains it"
+    unlike = shared(np.array([1.0, 1, 10]), counts[:3])[1]
+    assert unlike.tolist() == pytest.approx([6, 6, 1 / (0.1**3 / 6 + 0.9**3 / 2)])
     with np.errstate(divide="raise", invalid="raise"):
         assert shared(np.zeros(3), np.ones(3))[1].tolist() == [np.inf] * 3, "models alone"
 

@@ -83,6 +83,10 @@ def test_recipes_are_compared_over_the_seeds_of_the_experiments(run: Any, tmp_pa
     page = (tmp_path / "data/report/detection/over-seed/index.html").read_text(encoding="utf-8")
     assert "Each dot is one training" in page
     assert "Pairs of models won" in page
+    assert "called as good" not in output
+    params = tmp_path / "params.yaml"
+    params.write_text(params.read_text().replace("{mean_iou: 0.03, ", "{"))
+    assert "No recipe is called as good: params.yaml has no compare.matters.mean_iou." in run(experiments)
 
 
 def test_other_conditions_are_left_out_by_name_and_refused_if_named(run: Any, tmp_path: Path) -> None:
