@@ -306,6 +306,14 @@ def print_limits(pairs: int) -> None:
     base = 0.85 * 0.6 + 0.15 * 0.2 + rng.normal(0, 0.1, (pairs, 1, 128))
     called = np.mean([difference(*pair).p_value <= 0.05 for pair in zip(trained, base, strict=True)])
     click.echo(f"15% of trainings fail, 5 seeds against a base, 128 samples: {called:.1%}")
+    for recipes in (2, 3):
+        spread = np.where(np.arange(recipes), 0.01, 0.04)[:, None, None]
+        luck = rng.normal(0, 1, (20 * pairs, recipes, 3, 1)) * spread
+        scores = luck + rng.normal(0, 0.02, (20 * pairs, recipes, 3, 50))
+        asked = tuple(itertools.combinations(range(recipes), 2))
+        gaps, errors = summarize(list(np.moveaxis(scores[..., None], 1, 0)), sample_mean).gaps(*np.transpose(asked))
+        called = (closed(possible_sets(asked) or (), errors.p_value(gaps)) <= 0.05).any(axis=1).mean()
+        click.echo(f"{recipes} recipes, one four times as much between seeds, 3 seeds: {called:.1%}")
 
 
 if __name__ == "__main__":

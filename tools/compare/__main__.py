@@ -41,11 +41,11 @@ from stages.kit.reporting.compare import (
     read_contenders,
     read_task_run,
 )
-from stages.kit.reporting.evidence import Score, score
+from stages.kit.reporting.evidence import LOOKS, Score, score
 from stages.kit.reporting.runs import Run, different_models, refuse_different_samples
 from stages.kit.reporting.tables import Column, Row, Table, terminal_table
 from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words
-from tools.compare.race import cost_words, racing_seeds, run_queue, runs_by_seed, standing, train
+from tools.compare.race import cost_words, dvc, queue, runs_by_seed, standing
 
 Candidate: TypeAlias = tuple[tuple[str, ...], Score]
 """Values of the varied settings, `PATH=VALUE` each with its path in params.yaml, and what a recipe scores with them."""
@@ -112,7 +112,7 @@ def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: 
 
     Raises UserError if an experiment does not give what it was run for.
     """
-    report, seeds = load_report(params, task), racing_seeds(params)
+    report, seeds = load_report(params, task), [params.seed + number for number in range(LOOKS[-1])]
     baselines = [name for name, base in params.baselines.items() if base.task == task]
     queued: set[tuple[int, str]] = set()
     waited_for: dict[str, str] = {}
@@ -130,7 +130,7 @@ def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: 
                     "dvc queue kill NAME; or dvc queue remove NAME"
                 )
             waited_for = pending
-            run_queue(jobs)  # what a race left that was interrupted
+            dvc("exp", "run", "--run-all", "--jobs", str(jobs))
             continue
         console.print(Text(" ".join(now.words[-1:])), soft_wrap=True)
         if not now.missing:
@@ -143,7 +143,7 @@ def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: 
                 "see dvc queue status and dvc queue logs NAME; the same command goes on with the race"
             )
         queued |= needed
-        train(now.missing, baselines, jobs=jobs, console=console)
+        queue(now.missing, baselines, console)
     compare_experiments(params, task, (), console=console, matters=matters, race=now.words)
 
 

@@ -10,9 +10,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -30,11 +30,8 @@ BySeed = Mapping[str, Mapping[int, Run]]
 """The runs of each recipe, by seed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Standing:
-    """A race as far as its trainings go."""
-
-    words: tuple[str, ...]
+class Standing(NamedTuple):
+    words: list[str]
     """A sentence a look."""
     missing: Mapping[int, tuple[str, ...]]
     """The recipes to train next under each seed; empty if the race has ended."""
@@ -48,11 +45,6 @@ def racing_recipes(params: Params, task: str) -> list[str]:
     if fixed := [name for name in recipes if params.recipes[name].seed is not None]:
         raise UserError(f"a race varies the seed, and these have their own: recipes.{fixed[0]}.seed; set it to null")
     return recipes
-
-
-def racing_seeds(params: Params) -> list[int]:
-    """The seeds of a race, in the order in which recipes are trained under them."""
-    return [params.seed + number for number in range(LOOKS[-1])]
 
 
 def runs_by_seed(params: Params, report: TaskReport, experiments: Sequence[Experiment]) -> dict[str, dict[int, Run]]:
@@ -75,7 +67,7 @@ def standing(report: TaskReport, runs: BySeed, seeds: Sequence[int], matters: fl
         racing = [name for name, still in zip(names, race.racing[0], strict=True) if still]
         lacking = {seed: tuple(name for name in racing if seed not in runs[name]) for seed in seeds[:number]}
         if missing := {seed: recipes for seed, recipes in lacking.items() if recipes}:
-            return Standing(words=tuple(words), missing=missing)
+            return Standing(words, missing)
         counts = [number if name in racing else count for name, count in zip(names, counts, strict=True)]
         trained = [
             np.stack([evidence_of(primary, runs[name][seed]) for seed in seeds[:count]])[None]
@@ -88,13 +80,10 @@ def standing(report: TaskReport, runs: BySeed, seeds: Sequence[int], matters: fl
         if race.done[0]:
             ended = f"After {number} seeds: {leader} is the best recipe, or within {matters:g} of the best."
             sure = f"At most one race in twenty names a worse one. {sum(counts)} trainings decided it."
-            return Standing(words=(*words, f"{ended} {sure}"), missing={})
+            return Standing([*words, f"{ended} {sure}"], {})
         words.append(f"After {number} seeds {leader} leads.{dropped}")
-    words.append(
-        f"{LOOKS[-1]} seeds do not show whether {leader} is within {matters:g} of the best; a larger difference that "
-        "matters, or more samples, would."
-    )
-    return Standing(words=tuple(words), missing={})
+    undecided = f"{LOOKS[-1]} seeds do not show whether {leader} is within {matters:g} of the best"
+    return Standing([*words, f"{undecided}; a larger difference that matters, or more samples, would."], {})
 
 
 def cost_words(runs: BySeed, seeds: Sequence[int]) -> str:
@@ -108,8 +97,8 @@ def cost_words(runs: BySeed, seeds: Sequence[int]) -> str:
     return ", ".join(filter(None, [words, took])) + "."
 
 
-def train(missing: Mapping[int, Sequence[str]], baselines: Sequence[str], *, jobs: int, console: Console) -> None:
-    """Queue an experiment for each seed, and wait until DVC has run all that is queued."""
+def queue(missing: Mapping[int, Sequence[str]], baselines: Sequence[str], console: Console) -> None:
+    """Queue an experiment for each seed."""
     together: dict[tuple[str, ...], list[int]] = {}
     for seed, recipes in missing.items():
         together.setdefault(tuple(recipes), []).append(seed)
@@ -117,12 +106,6 @@ def train(missing: Mapping[int, Sequence[str]], baselines: Sequence[str], *, job
         console.print(Text(f"Training {', '.join(recipes)} under seeds {', '.join(map(str, seeds))}."), soft_wrap=True)
         targets = [*(f"baseline@{name}" for name in baselines), *(f"evaluate@{name}" for name in recipes)]
         dvc("exp", "run", "--queue", "-S", f"seed={','.join(map(str, seeds))}", *targets)
-    run_queue(jobs)
-
-
-def run_queue(jobs: int) -> None:
-    """Run what is in DVC's queue, such as what an interrupted race left there, and wait for it."""
-    dvc("exp", "run", "--run-all", "--jobs", str(jobs))
 
 
 def dvc(*arguments: str) -> None:

@@ -45,12 +45,12 @@ def test_a_race_goes_on_with_those_that_can_still_win() -> None:
     means = {"a": 0.62, "b": 0.61, "c": 0.4}
     nothing = standing(REPORT, runs(means, dict.fromkeys(means, 0)), SEEDS, 0.02)
     assert nothing.missing == dict.fromkeys(SEEDS[:3], ("a", "b", "c"))
-    assert nothing.words == ()
+    assert nothing.words == []
     begun = standing(REPORT, runs(means, {"a": 3, "b": 2, "c": 3}), SEEDS, 0.02)
     assert begun.missing == {44: ("b",)}
     three = standing(REPORT, runs(means, dict.fromkeys(means, 3)), SEEDS, 0.02)
     assert three.missing == {45: ("a", "b")}, "c has dropped out"
-    assert three.words == ("After 3 seeds a leads. Out of the race: c.",)
+    assert three.words == ["After 3 seeds a leads. Out of the race: c."]
     ended = standing(REPORT, runs(means, {"c": 3}), SEEDS, 0.02)
     assert ended.missing == {}
     assert "is the best recipe, or within 0.02 of the best" in ended.words[-1]
