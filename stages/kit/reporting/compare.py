@@ -359,14 +359,19 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
 
     If each was trained once, the sentence is about their models, and has the corrected p-value.
     """
-    if not difference.of_recipes:
-        return _models_words(f"the model of {ours}", f"that of {theirs}", difference)
-    found = difference.interval
-    amount = f"{difference.mean:+.3f}" + (f", {part:+.0%}" if (part := difference.relative) is not None else "")
-    amount += f", likely between {found.low:+.3f} and {found.high:+.3f}" if found else ""
+    found, sure = difference.interval, ""
+    amount = f"{difference.mean:+.3f}"
+    if difference.of_recipes:
+        amount += f", {difference.relative:+.0%}" if difference.relative is not None else ""
+        amount += f", likely between {found.low:+.3f} and {found.high:+.3f}" if found else ""
+    else:
+        ours, theirs, sure = f"the model of {ours}", f"that of {theirs}", f", p {p_words(difference.adjusted_p)}"
+        amount += interval_words(found, sign="+")
     match difference.verdict:
         case "too few samples":
             return f"{_too_few(difference.samples)} {ours} from {theirs} ({amount})"
+        case "no difference shown" if sure:
+            return f"no difference shown between {ours} and {theirs} ({amount}{sure})"
         case "no difference shown":
             needed = difference.seeds_needed()
             more = f"about {needed} seeds of each" if needed else "more samples, and not only more seeds,"
@@ -375,19 +380,7 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
         case "as good":
             return f"{ours} is as good as {theirs}: the two differ by less than {difference.matters:g} ({amount})"
         case verdict:
-            return f"{ours} is {verdict} than {theirs} by {amount}"
-
-
-def _models_words(ours: str, theirs: str, difference: Difference) -> str:
-    amount = f"{difference.mean:+.3f}{interval_words(difference.interval, sign='+')}"
-    p_value = f"p {p_words(difference.adjusted_p)}"
-    match difference.verdict:
-        case "too few samples":
-            return f"{_too_few(difference.samples)} {ours} from {theirs} ({amount})"
-        case "no difference shown":
-            return f"no difference shown between {ours} and {theirs} ({amount}, {p_value})"
-        case verdict:
-            return f"{ours} is {verdict} than {theirs} by {amount}, {p_value}"
+            return f"{ours} is {verdict} than {theirs} by {amount}{sure}"
 
 
 def p_words(p_value: float) -> str:

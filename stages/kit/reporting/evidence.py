@@ -118,13 +118,8 @@ class Spread:
 
     def at(self, index: int) -> Spread:
         """The spread of one of them."""
-        return Spread(
-            seeds=self.seeds[index],
-            freedom=self.freedom[index],
-            samples=self.samples[index],
-            rest=self.rest[index],
-            num_samples=self.num_samples,
-        )
+        parts = {name: getattr(self, name)[index] for name in ("seeds", "freedom", "samples", "rest")}
+        return replace(self, **parts)
 
     def with_seeds(self, num_seeds: int, before: int) -> Spread:
         """The spread to expect with so many trainings instead of those before."""
@@ -266,9 +261,6 @@ class Difference:
     ahead: int
     """Samples on which every model of ours is better than every model of theirs."""
     behind: int
-    win_rate: float
-    """Share of the pairs of a model of ours and a model of theirs in which ours scores better, a tie being half a
-    pair: an estimate of P(ours > theirs) for one training each (Bouthillier et al., MLSys 2021)."""
     higher_is_better: bool = True
 
     @property
@@ -399,7 +391,6 @@ def differences(
             if matters is not None:
                 as_good = max(float(spread.p_at_least(each, matters)) for each in (mean, -mean))
         by_sample = sign * (statistic(ours)[:, None] - statistic(theirs)[None])  # (ours, theirs, samples)
-        by_pair = sign * (our_values[:, None] - their_values[None])  # (ours, theirs)
         p_value = max(p_value, least_p(ours.shape[1]))
         found.append(
             Difference(
@@ -416,7 +407,6 @@ def differences(
                 spread=spread,
                 ahead=int((by_sample > 0).all(axis=(0, 1)).sum()),
                 behind=int((by_sample < 0).all(axis=(0, 1)).sum()),
-                win_rate=float((by_pair > 0).mean() + (by_pair == 0).mean() / 2),
                 higher_is_better=higher_is_better,
             )
         )

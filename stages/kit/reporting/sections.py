@@ -185,14 +185,13 @@ def evidence_table(comparison: Comparison) -> Table:
         Column("ahead", "Samples ahead", "d"),
         Column("behind", "Behind", "d"),
         Column("detectable", f"Smallest shown in {POWER:.0%}", ".3f"),
-        *([Column("win_rate", "Pairs of models won", ".0%")] if comparison.over_seeds else ()),
     )
     rows: list[list[Cell]] = []
     for insight in comparison.insights:
         if found := insight.difference:
             p_values = (p_words(found.p_value), p_words(found.adjusted_p))
-            cells = (insight.topic, found.mean, found.interval, found.relative, *p_values, found.ahead, found.behind)
-            rows.append([*cells, found.detectable, *([found.win_rate] if comparison.over_seeds else ())])
+            cells = (found.mean, found.interval, found.relative, *p_values, found.ahead, found.behind)
+            rows.append([insight.topic, *cells, found.detectable])
     return Table.of(columns, rows)
 
 
