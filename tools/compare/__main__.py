@@ -45,7 +45,7 @@ from stages.kit.reporting.evidence import LOOKS, Score, score
 from stages.kit.reporting.runs import Run, different_models, refuse_different_samples
 from stages.kit.reporting.tables import Column, Row, Table, terminal_table
 from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words
-from tools.compare.race import cost_words, dvc, queue, runs_by_seed, standing
+from tools.compare.race import cost_words, dvc, has_workers, queue, runs_by_seed, standing
 
 Candidate: TypeAlias = tuple[tuple[str, ...], Score]
 """Values of the varied settings, `PATH=VALUE` each with its path in params.yaml, and what a recipe scores with them."""
@@ -124,10 +124,11 @@ def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: 
         if number == 0:
             console.print(Text(cost_words(runs, seeds)), soft_wrap=True)
         if pending := {name: state for name, state in left_out.items() if state in ("queued", "running")}:
-            if pending == waited_for:
+            # DVC waits forever for what ran when the machine went down.
+            if pending == waited_for or ("running" in pending.values() and not has_workers()):
                 raise UserError(
-                    f"DVC's queue does not go on with {', '.join(pending)}; see dvc queue status, and end them with: "
-                    "dvc queue kill NAME; or dvc queue remove NAME"
+                    f"DVC's queue does not go on with {', '.join(pending)}; see dvc queue status, end what is running "
+                    "there with: dvc queue kill NAME; and go on with the same command"
                 )
             waited_for = pending
             dvc("exp", "run", "--run-all", "--jobs", str(jobs))

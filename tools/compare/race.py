@@ -108,9 +108,15 @@ def queue(missing: Mapping[int, Sequence[str]], baselines: Sequence[str], consol
         dvc("exp", "run", "--queue", "-S", f"seed={','.join(map(str, seeds))}", *targets)
 
 
-def dvc(*arguments: str) -> None:
-    """Run a command of DVC's. A running experiment holds DVC's lock: the command waits for it."""
+def has_workers() -> bool:
+    """Whether anything runs DVC's queue."""
+    return "0 active, 0 idle" not in dvc("queue", "status", stdout=subprocess.PIPE)
+
+
+def dvc(*arguments: str, stdout: int | None = None) -> str:
+    """Run a command of DVC's and return its output, if piped; it waits for the lock of a running experiment."""
     # The queue's worker is started as `dvc`; where PATH has none, DVC waits for it forever.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
-    subprocess.run(command, env={**os.environ, "PATH": path}, check=False)
+    environment = {**os.environ, "PATH": path}
+    return subprocess.run(command, env=environment, stdout=stdout, text=True, check=False).stdout or ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
@@ -24,6 +26,7 @@ from tests import ROOT
 from tests.documents import write_yaml
 from tests.kit.reporting.test_compare import REPORT, run_of, scores_around
 from tests.made_up_runs import PARAMS_PATH, project_params
+from tools.compare import __main__ as command
 from tools.compare.race import cost_words, racing_recipes, standing
 
 SEEDS = list(range(42, 54))
@@ -76,6 +79,15 @@ def test_a_recipe_with_a_seed_of_its_own_cannot_race() -> None:
     recipes = {**params.recipes, "r4-joint": replace(params.recipe("r4-joint"), seed=1)}
     with pytest.raises(UserError, match=r"recipes\.r4-joint\.seed"):
         racing_recipes(replace(params, recipes=recipes), "detection")
+
+
+def test_a_queue_that_nothing_runs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a restart of the machine: DVC takes what ran then for running."""
+    monkeypatch.setattr(command, "comparable", lambda *_: ([], {"tight-pomp": "running"}))
+    monkeypatch.setattr(command, "has_workers", lambda: False)
+    monkeypatch.setattr(command, "dvc", lambda *_: pytest.fail("DVC waits forever"))
+    with pytest.raises(UserError, match=r"with tight-pomp; .* dvc queue kill NAME"):
+        command.hold_race(project_params(), "detection", 0.03, jobs=1, console=Console(file=io.StringIO()))
 
 
 TRAINER = """
@@ -135,7 +147,7 @@ def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path) -> None:
     run(sys.executable, "-m", "dvc", "init", "-q")
     run("git", "add", ".")
     run("git", "commit", "-qm", "params")
-    race = (sys.executable, "-m", "tools.compare", "detection", "--race", "0.03")
+    race = (sys.executable, "-m", "tools.compare", "detection", "--race", "0.03", "--jobs", "2")
     with subprocess.Popen(race, cwd=workspace, env=environment, start_new_session=True) as killed:
         while killed.poll() is None and "r4-joint 42" not in (log.read_text() if log.exists() else ""):
             time.sleep(0.2)
