@@ -56,9 +56,9 @@ MAX_SEEDS = 100
 FEWEST_TO_SHARE = 3
 """Trainings of each recipe from which on they share what they know of the spread between seeds."""
 EXPONENT = 3
-"""How fast a recipe loses the others' degrees of freedom where it spreads more. By simulation: with 2, as in
-Satterthwaite's formula, a report finds less than it could; with 4, one of six recipes, one of which spreads four times
-as much as the others, claims something false in over 5.5 % of cases."""
+"""Exponent by which a recipe loses the others' degrees of freedom as it spreads more. Chosen by simulation: with 2, as
+in Satterthwaite's formula, a report finds less than it could; with 4, a report of six recipes, one of which spreads
+four times as much as the others, claims something false in over 5.5 % of cases."""
 SHARE_OF_DIFFERENCES = 0.95
 """Part of the error that better and worse have where as good as is claimed too."""
 MAX_SETS = 5000

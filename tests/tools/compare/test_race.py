@@ -82,7 +82,7 @@ def test_a_recipe_with_a_seed_of_its_own_cannot_race() -> None:
 
 
 def test_a_queue_that_nothing_runs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a restart of the machine: DVC takes what ran then for running."""
+    """After a restart of the machine DVC takes what ran then for running."""
     monkeypatch.setattr(command, "comparable", lambda *_: ([], {"tight-pomp": "running"}))
     monkeypatch.setattr(command, "has_workers", lambda: False)
     monkeypatch.setattr(command, "dvc", lambda *_: pytest.fail("DVC waits forever"))
