@@ -146,12 +146,11 @@ test-vllm:
 .PHONY: gpu
 gpu: setup ## Measure what only a GPU can show, and write docs/gpu/DEVICE.md (BUDGET_S=540, ARGS=--dry-run, ARGS="--calibrate RESULTS")
 	@$(offline) $(python) -m tools.gpu $(if $(BUDGET_S),--budget-s $(BUDGET_S)) $(ARGS)
-	@$(if $(findstring --dry-run,$(ARGS))$(findstring --calibrate,$(ARGS)),,$(offline) $(python) -m tools.gpu.bench --cuda)
 
-# Time the kit's faster ways against what they replace (ARGS="--cuda", ARGS="--vlm FOLDER --llm FOLDER")
+# Time the faster ways against what they replace, on this CPU
 .PHONY: bench
 bench: setup
-	@$(offline) $(python) -m tools.gpu.bench $(ARGS)
+	@$(offline) $(python) -m tools.gpu --dry-run --only bench: $(ARGS)
 
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
 # Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman|apptainer)

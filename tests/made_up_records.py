@@ -3,7 +3,6 @@
 from stages.core.provenance import Machine, Provenance
 from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, Routing
 from stages.kit.models.certificate import MergeCertificate
-from stages.kit.planning.memory_use import MemoryReading
 from stages.kit.training.records import TrainingRecord
 
 PROVENANCE = Provenance(
@@ -86,15 +85,3 @@ TRAINING = TrainingRecord(
     memory_kind="cpu_allocated",
     trainable={"vision": 0, "projector": 0, "llm": 7, "total": 7, "all": 100},
 )
-
-
-def made_up_reading(used_bytes: int, peak_bytes: int, total_bytes: int = 2**33) -> MemoryReading:
-    """All that is not held is free."""
-    return MemoryReading(
-        used_bytes=used_bytes,
-        reserved_bytes=used_bytes,
-        peak_bytes=peak_bytes,
-        peak_reserved_bytes=peak_bytes,
-        free_bytes=total_bytes - used_bytes,
-        total_bytes=total_bytes,
-    )

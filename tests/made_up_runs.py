@@ -23,7 +23,7 @@ from stages.kit.planning.memory_use import StageMemory, stage_memory_path
 from stages.kit.planning.plan import resolve_plan
 from stages.kit.reporting.runs import MODEL_LINEAGE_FILE
 from stages.tasks.detection.report import REPORT
-from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING, made_up_reading
+from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING
 
 MIB = 2**20
 PARAMS_PATH = Path(__file__).parent.parent / "params.yaml"
@@ -91,11 +91,12 @@ def made_up_memory(stage: str, name: str, *, gpus: int = 0) -> StageMemory:
     return StageMemory(
         stage=stage,
         name=name,
-        kind="cuda_allocated" if gpus else "cpu_resident",
         gpus=gpus,
-        before_load=made_up_reading(used, used),
-        after_load=made_up_reading(used + 100 * MIB, used + 100 * MIB),
-        end=made_up_reading(used + 50 * MIB, used + 400 * MIB),
+        used_before_bytes=used,
+        free_before_bytes=2**33 - used,
+        used_loaded_bytes=used + 100 * MIB,
+        free_loaded_bytes=2**33 - used - 100 * MIB,
+        peak_bytes=used + 400 * MIB,
     )
 
 

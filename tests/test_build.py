@@ -91,7 +91,7 @@ def test_a_build_is_certified_and_has_its_lineage(built: Path) -> None:
         assert sum(certificate["domains"][name]["routing"]["load"]) == pytest.approx(1)
     assert all(not weights(folder)[name].any() for name in GATES)
     memory = read(built / "data/report/moe/memory/moe/build.json")
-    assert 0 < memory["after_load"]["used_bytes"] <= memory["end"]["peak_bytes"]
+    assert 0 < memory["used_loaded_bytes"] <= memory["peak_bytes"]
 
 
 def test_a_gate_is_all_that_its_recipes_change_one_after_the_other(built: Path) -> None:

@@ -63,9 +63,7 @@ def use_plan(path: Path) -> None:
 
 
 def use_memory(path: Path) -> None:
-    record = MemoryRecord.read(path)
-    assert record.summary()
-    assert beside_measured(record, 2**30, on_cpu=True)
+    assert beside_measured(MemoryRecord.read(path), 2**30, on_cpu=True)
 
 
 def use_lineage(path: Path) -> None:

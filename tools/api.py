@@ -9,7 +9,7 @@ network, and read the checkout in the working directory. A user's fault raises s
 Does r1-llm-only fit a card of 24 GB, and how is it run there?
 
     >>> answer = predict_memory("r1-llm-only", profile="qwen2-vl-7b-48gb", gpu=24)
-    >>> answer.memory.verdict, answer.memory.total_gib < answer.usable_gib
+    >>> answer.memory.verdict, answer.memory.total_gib < answer.memory.usable_gib
     ('fits', True)
     >>> print(answer.command)
     dvc exp run --temp -S profile=qwen2-vl-7b-48gb -S profiles.qwen2-vl-7b-48gb.device.memory_gb=24 evaluate@r1-llm-only

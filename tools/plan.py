@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,6 @@ class RecipeMemory:
     memory: MemoryRecord
     """The plan's, with the fields of data/runs/RECIPE/memory.json; its verdict is "fits", "too close", "does not fit",
     or "unknown" if the profile does not give the GPU's size."""
-    usable_gib: float | None
     cheapest: dict[str, Any] | None
     """The first plan down the ladder that fits; else the first that might; else the last: its changes, settings,
     verdict and total_gib. None if the plan fits as it is, or the device is unknown."""
@@ -188,9 +187,10 @@ class Predictions:
     """The profile that params.yaml itself has active."""
     changes: tuple[str, ...]
     """`KEY.KEY=VALUE`, values in place of those of params.yaml."""
-    made: dict[str, Any]
+    made: dict[str, Any] = field(default_factory=dict)
 
-    def preview(self, recipe: str, device: DeviceParams) -> tuple[Preview, Inputs]:
+    def fits(self, recipe: str, device: DeviceParams) -> tuple[Preview, Fit, Fit]:
+        """The preview of a recipe on a device, its plan as the profile has it, and the cheapest change that fits."""
         import transformers
 
         from stages.plan import preview
@@ -201,33 +201,25 @@ class Predictions:
         has_data = inputs.has_tokenizer and inputs.data_dir is not None
         options: dict[str, Any] = {"base_dir": inputs.config_dir, "has_data": has_data, "made": self.made}
         with Console(stderr=True, force_jupyter=False).status(f"{recipe}: predicting", spinner="line"):
-            return preview(params, recipe, config_of_base(inputs), **options), inputs
-
-    def fits(self, found: Preview) -> tuple[Fit, Fit]:
-        """The plan as the profile has it, and the cheapest change of it that fits."""
-        fit = found.fit
-        if self.params.active.memory.fit == "fill":
-            fit = fastest_fit(fit, found.predict)
-        return fit, cheapest_fit(fit, found.predict)
+            found = preview(params, recipe, config_of_base(inputs), **options)
+            fit = fastest_fit(found.fit, found.predict) if profile.memory.fit == "fill" else found.fit
+            return found, fit, cheapest_fit(fit, found.predict)
 
     def recipe_memory(self, recipe: str, device: DeviceParams) -> tuple[RecipeMemory, list[str]]:
         """The prediction of a recipe on such a device, and its budget and advice in lines."""
-        found, inputs = self.preview(recipe, device)
-        fit, cheapest = self.fits(found)
-        evaluation, batch_size = found.evaluation(fit)
+        inputs = available_inputs(self.params, recipe)
+        found, fit, cheapest = self.fits(recipe, device)
+        plan, (evaluation, batch_size) = fit.plan, found.evaluation(fit)
         lines = fit.prediction.lines(fit.capacity_bytes)
         changed: dict[str, Any] | None = None
         if fit.verdict not in (None, "fits"):
-            changed = {
-                "changes": cheapest.changes,
-                "settings": settings(cheapest.plan),
-                "verdict": cheapest.verdict,
-                "total_gib": in_gib(cheapest.prediction.total_bytes),
-            }
+            total_gib = in_gib(cheapest.prediction.total_bytes)
+            changed = {"changes": cheapest.changes, "settings": settings(cheapest.plan), "verdict": cheapest.verdict}
+            changed["total_gib"] = total_gib
             lines.append(advice(cheapest))
         verdict = evaluation.verdict or "unknown"
         lines.append(f"evaluation  {gib_text(evaluation.prediction.total_bytes)} GiB, {batch_size} at once: {verdict}")
-        plan, batch = fit.plan, f"the largest samples of {inputs.data_dir}"
+        batch = f"the largest samples of {inputs.data_dir}"
         if not found.lengths:
             missing = "data" if inputs.data_dir is None else "tokenizer"
             pixels = f" and max_pixels {plan.images.max_pixels}" if plan.images else ""
@@ -242,7 +234,6 @@ class Predictions:
             batch=batch,
             settings=settings(plan),
             memory=fit.record(evaluation),
-            usable_gib=None if fit.capacity_bytes is None else in_gib(fit.capacity_bytes),
             cheapest=changed,
             evaluation_batch_size=batch_size,
             disk=disk_use(plan, self.params),
@@ -262,9 +253,9 @@ class Predictions:
         for name in ("memory_gb", "card"):
             before, after = (getattr(device, name) for device in (active.device, cheapest.plan.device))
             if before != after:
-                change = f"{'' if before else '++'}profiles.{profile}.device.{name}"
-                value = f"{after:g}" if isinstance(after, float) else json.dumps(after)
-                changes.append(f"{change}={value}" if name == "memory_gb" else f"'{change}={value}'")
+                value = f"{after:g}" if isinstance(after, float) else f"{json.dumps(after)}'"
+                quote = "'" if name == "card" else ""
+                changes.append(f"{quote}{'' if before else '++'}profiles.{profile}.device.{name}={value}")
         if active.memory.fit not in ("auto", "fill") and cheapest.changes:
             changes.append(f"++profiles.{profile}.memory.fit=auto")
         return " ".join(["dvc exp run --temp", *(f"-S {change}" for change in changes), stage])
@@ -274,7 +265,7 @@ def predictions_for(profile: str | None, changes: Sequence[str] = ()) -> Predict
     """profile: of params.yaml; None for the active one. changes: `KEY.KEY=VALUE`, in place of values of params.yaml."""
     in_file = load_params(changes=changes)
     params = in_file.on(profile) if profile else in_file
-    return Predictions(params=params, in_file=in_file.profile, changes=tuple(changes), made={})
+    return Predictions(params=params, in_file=in_file.profile, changes=tuple(changes))
 
 
 @click.command(help=__doc__)
@@ -296,18 +287,15 @@ def main(
     predictions = predictions_for(profile, changes)
     params = predictions.params
     devices = devices_of(params, gpus or (GPU_SIZES if compare_sizes else None))
-    if not compare_sizes and (recipe is None or len(devices) > 1):
+    if compare_sizes:
+        show_all(predictions, [recipe] if recipe else trainable_recipes(params), devices)
+        return
+    if recipe is None or len(devices) > 1:
         raise click.UsageError(
             f"name a recipe and at most one GPU, or take --all (make: RECIPE=, GPU=, or ALL=1); profile "
             f"{params.profile} can train: {', '.join(trainable_recipes(params))}"
         )
-    names = [recipe] if recipe else trainable_recipes(params)
-    for name in names:
-        available_inputs(params, name)
-    if compare_sizes:
-        show_all(predictions, names, devices)
-        return
-    answer, lines = predictions.recipe_memory(names[0], devices[0])
+    answer, lines = predictions.recipe_memory(recipe, devices[0])
     if as_json:
         click.echo(json.dumps(asdict(answer), indent=2))
         return
@@ -321,10 +309,7 @@ def main(
 
 def show_all(predictions: Predictions, names: Sequence[str], devices: Sequence[DeviceParams]) -> None:
     """Recipes by GPU, each with the cheapest settings that fit."""
-    rows = []
-    for name in names:
-        fits = [predictions.fits(predictions.preview(name, device)[0]) for device in devices]
-        rows.append((name, *(_cell(fit, cheapest) for fit, cheapest in fits)))
+    rows = [(name, *(_cell(*predictions.fits(name, device)[1:]) for device in devices)) for name in names]
     titles = [device.card or f"{device.memory_gb:g} GB" for device in devices]
     columns = (Column("recipe", "Recipe"), *(Column(title, title) for title in titles))
     Console(highlight=False).print(terminal_table(Table.of(columns, rows)))

@@ -4,11 +4,11 @@ Reads   nothing but this checkout: shipped recipes and profiles, on random weigh
 Writes  .bakeoff/gpu/DEVICE-VERSIONS.json            the results; what has one is not measured again
         docs/gpu/DEVICE.md                           the same for people
         stages/kit/memory/calibration.yaml           with --calibrate
-Run     make gpu, make gpu BUDGET_S=540, make gpu ARGS=--dry-run, make gpu ARGS="--calibrate RESULTS"
+Run     make gpu, make gpu BUDGET_S=540, make gpu ARGS=--dry-run, make gpu ARGS="--calibrate RESULTS", make bench
 
-First come facts and three trainings, which give speed and memory in ten minutes; then more trainings, generation, and
-recipes at tiny size all the way. Each measurement has a process of its own; predictions run beside on the CPU. Running
-out of memory is a result; failures are tried again, last. It needs no network.
+First come facts and three trainings, which give speed and memory in ten minutes; then more trainings, generation,
+recipes at tiny size all the way, and faster ways against what they replace. Each measurement has a process of its own.
+Running out of memory is a result; failures are tried again, last. It needs no network.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import click
@@ -92,6 +90,17 @@ GENERATION: dict[str, tuple[tuple[dict[str, Any], int, int], ...]] = {
 """A setting, whose max_length is the prompt's, completions at once, and new tokens of each."""
 RECIPES = {"r1-llm-only": None, "r2-vision-only": "none", "amr-baseline": "none"}
 """Recipes that go all the way at tiny size, each with its profile's quantization."""
+_R1, _TEXT = "r1-llm-only", "amr-baseline"
+BENCH: dict[str, dict[str, Any]] = {
+    "a step of r1: this kit, a plain TRL script": {"recipe": _R1, "ours": {}, "other": None},
+    "a step of r1: features of images kept, computed": {"recipe": _R1, "ours": {"features_bytes": 1}, "other": {}},
+    "a step of text: padding-free, padded": {"recipe": _TEXT, "ours": {"padding_free": True}, "other": {}},
+    "a step of text: Liger's kernels, torch's": {"recipe": _TEXT, "ours": {"fused_kernels": True}, "other": {}},
+    "64 completions for images: 128 at once, one by one": {"recipe": _R1, "ours": 128, "other": 1},
+    "64 completions for sentences: 128 at once, one by one": {"recipe": _TEXT, "ours": 128, "other": 1},
+}
+"""What bench.py compares: changes of the plan of a training, None for TRL's trainer without this kit, or the size of a
+generation's batch."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +118,12 @@ FACTS = Measurement("facts", "device", {})
 
 
 def measurements(kind: str, facts: Mapping[str, Any]) -> list[Measurement]:
-    """All measurements in order."""
+    """All measurements in order. facts: of the device, once they are known."""
     has_bf16 = kind == "cpu" or not facts or tuple(facts["capability"]) >= (8, 0)  # from 8.0 on in hardware
     fallback = {} if has_bf16 else {"precision": "fp16"}
+    capacity = facts.get("memory_bytes") if kind == "cuda" else None
     found = [
-        Measurement("trainings", name_of(setting), {"setting": {**setting, **fallback}})
+        Measurement("trainings", name_of(setting), {"setting": {**setting, **fallback}, "capacity_bytes": capacity})
         for setting in SETTINGS[kind]
         if find_spec("flash_attn") or setting.get("attn") != "flash_attention_2"
     ]
@@ -125,7 +135,8 @@ def measurements(kind: str, facts: Mapping[str, Any]) -> list[Measurement]:
     for recipe, quantization in RECIPES.items():
         task = {"recipe": recipe, "memory": {**memory, "quantization": quantization}}
         found.append(Measurement("recipes", recipe, task))
-    return found
+    bench = [Measurement("bench", name, task) for name, task in BENCH.items() if kind == "cuda" or "Liger" not in name]
+    return found + bench
 
 
 def name_of(setting: Mapping[str, Any]) -> str:
@@ -137,7 +148,7 @@ class Results:
     """Results of one device with one set of versions: status, data, problem, seconds and date by key."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._lock = path, Lock()
+        self.path = path
         self.by_key: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
     @classmethod
@@ -153,78 +164,43 @@ class Results:
         left = [each for each in wanted if each.key in failed or each.key not in self.by_key]
         return sorted(left, key=lambda each: each.key in failed)
 
-    def keep(self, key: str, status: str, *, seconds: float, problem: str, data: Mapping[str, Any]) -> None:
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        result = {"status": status, "data": data, "problem": problem, "seconds": round(seconds, 1), "date": date}
-        with self._lock:
-            self.by_key[key] = json.loads(json.dumps(result))
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            publish_text(json.dumps(self.by_key, indent=1), self.path)
+    def keep(self, key: str, result: Mapping[str, Any]) -> None:
+        self.by_key[key] = {**result, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        publish_text(json.dumps(self.by_key, indent=1), self.path)
+
+    def measure(self, wanted: Sequence[Measurement], kind: str, uuid: str, deadline: float) -> None:
+        """Measure what has no result yet, and keep each as it comes. deadline: in time.monotonic; then nothing starts.
+
+        uuid: of the GPU.
+        """
+        for each in self.todo(wanted):
+            if time.monotonic() > deadline:
+                return
+            log.info("%s ...", each.key)
+            result = measured(each, kind, uuid, self.path.parent / "logs" / f"{_slug(each.key)}.log")
+            self.keep(each.key, result)
+            log.info("%s: %s in %.0f s", each.key, result["problem"] or "done", result["seconds"])
 
 
-@dataclass(frozen=True)
-class Runner:
-    """Measurements in processes of their own, until the time is up: nothing of the one before is left on the device."""
+def measured(wanted: Measurement, kind: str, uuid: str, log_path: Path) -> dict[str, Any]:
+    """The result of a measurement in a process of its own: nothing of the one before is left on the device.
 
-    kind: str
-    uuid: str
-    results: Results
-    deadline: float
-    """In time.monotonic; nothing starts after it."""
-
-    def run(self, wanted: Sequence[Measurement]) -> None:
-        """Keeps each result as it comes. Predictions run ahead in a second process, on the CPU."""
-        with ThreadPoolExecutor(1) as pool:
-            ahead: dict[str, Future[None]] = {}
-            for each in wanted:
-                if each.job == "trainings":
-                    ahead[each.key] = pool.submit(self._keep, replace(each, job="predictions"))
-            try:
-                for each in wanted:
-                    if (predicting := ahead.get(each.key)) is not None:
-                        predicting.result()
-                    self._keep(each)
-            finally:
-                for future in ahead.values():
-                    future.cancel()
-
-    def _keep(self, wanted: Measurement) -> None:
-        if time.monotonic() > self.deadline or not self.results.todo([wanted]):
-            return
-        task = dict(wanted.task)
-        if wanted.job == "predictions":
-            task["facts"] = data(self.results.by_key, FACTS.key)
-        if wanted.job == "trainings" and not (prediction := data(self.results.by_key, f"predictions: {wanted.name}")):
-            return
-        if wanted.job == "trainings":
-            task["prediction"] = prediction
-        log.info("%s ...", wanted.key)
-        began, log_path = time.monotonic(), self.results.path.parent / "logs" / f"{_slug(wanted.key)}.log"
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="bakeoff-gpu-", ignore_cleanup_errors=True) as folder:
+    A training is predicted first, by a process that sees no GPU, as on a machine without one.
+    """
+    began, found = time.monotonic(), dict(wanted.task)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("wb") as output, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for job in ("predictions", "trainings") if wanted.job == "trainings" else (wanted.job,):
             answer_path = Path(folder, "answer.json")
-            code = self._code(replace(wanted, task=task), answer_path, log_path)
-            found = json.loads(answer_path.read_text(encoding="utf-8")) if code == 0 else {}
-        status = problem = {0: "", OUT_OF_MEMORY: "out of memory"}.get(code, "failed")
-        if status == "failed":
-            lines = log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            problem = f"{(lines or [f'exit code {code}'])[-1].removeprefix('Error: ')} (see {log_path})"
-        seconds = time.monotonic() - began
-        self.results.keep(wanted.key, status or "done", seconds=seconds, problem=problem, data=found)
-        log.info("%s: %s in %.0f s", wanted.key, problem or "done", seconds)
-
-    def _code(self, wanted: Measurement, answer_path: Path, log_path: Path) -> int:
-        """The exit code of measure.py in the environment of a stage."""
-        environment = stage_environment("train", os.environ, network=False, terminal=False) | {
-            # An empty list is none: a prediction must work without a GPU.
-            "CUDA_VISIBLE_DEVICES": "" if wanted.job == "predictions" else self.uuid,
-            "TRITON_CACHE_DIR": str(triton_dir(None, Path.cwd())),
-            "TMPDIR": str(answer_path.parent),
-        }
-        arguments = [wanted.job, self.kind, json.dumps(dict(wanted.task)), str(answer_path)]
-        with log_path.open("wb") as output:
+            environment = stage_environment("train", os.environ, network=False, terminal=False) | {
+                "CUDA_VISIBLE_DEVICES": "" if job == "predictions" else uuid,
+                "TRITON_CACHE_DIR": str(triton_dir(None, Path.cwd())),
+                "TMPDIR": folder,
+            }
+            arguments = [job, kind, json.dumps(found), str(answer_path)]
             try:
-                return subprocess.run(
+                code = subprocess.run(
                     [sys.executable, "-m", "tools.gpu.measure", *arguments],
                     env=environment,
                     stdin=subprocess.DEVNULL,
@@ -236,7 +212,16 @@ class Runner:
                 ).returncode
             except subprocess.TimeoutExpired:
                 output.write(f"\ntook more than {TIMEOUT_S} s\n".encode())
-                return 1
+                code = 1
+            if code:
+                break
+            found = json.loads(answer_path.read_text(encoding="utf-8"))
+    status = problem = {0: "", OUT_OF_MEMORY: "out of memory"}.get(code, "failed")
+    if status == "failed":
+        lines = log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        problem = f"{(lines or [f'exit code {code}'])[-1].removeprefix('Error: ')} (see {log_path})"
+    seconds = round(time.monotonic() - began, 1)
+    return {"status": status or "done", "data": {} if code else found, "problem": problem, "seconds": seconds}
 
 
 def _slug(text: str) -> str:
@@ -244,7 +229,7 @@ def _slug(text: str) -> str:
 
 
 @contextmanager
-def device_to_measure(kind: str, *, holder: str) -> Iterator[tuple[str, str]]:
+def device_to_measure(kind: str) -> Iterator[tuple[str, str]]:
     """Name and UUID of the one GPU, free and leased, or of this CPU. Raises UserError if torch has none to use."""
     if kind == "cpu":
         yield "CPU", ""
@@ -254,7 +239,7 @@ def device_to_measure(kind: str, *, holder: str) -> Iterator[tuple[str, str]]:
     if cuda_of_torch() is None:
         raise UserError("torch is built for CPUs here; install the other build with: make setup TARGET=cuda")
     visible, say = os.environ.get("CUDA_VISIBLE_DEVICES"), lambda text: log.info("%s", text)
-    with leased_gpus(1, locks_dir=Path(".bakeoff/gpus"), holder=holder, visible=visible, say=say) as (gpu,):
+    with leased_gpus(1, locks_dir=Path(".bakeoff/gpus"), holder="make gpu", visible=visible, say=say) as (gpu,):
         yield gpu.name, gpu.uuid
 
 
@@ -264,25 +249,25 @@ def calibrate(results: Results, wanted: Sequence[Measurement], path: Path) -> No
         raise UserError(f"{results.path} compares no training with its prediction; measure some with: make gpu")
     values = constants(results.by_key)
     facts = data(results.by_key, FACTS.key)
-    measured = f"{facts['name']}, {facts['versions']}, {datetime.now().astimezone():%Y-%m-%d}"
+    source = f"{facts['name']}, {facts['versions']}, {datetime.now().astimezone():%Y-%m-%d}"
     for constant, value in values.items():
-        click.echo(f"{constant}: {value:g} ({measured})")
+        click.echo(f"{constant}: {value:g} ({source})")
     if left := [each for each in wanted if each.job == "trainings" and each.key not in results.by_key]:
         raise UserError(f"{len(left)} trainings are still to be tried, by: make gpu")
-    publish_text(recalibrated(path.read_text(encoding="utf-8"), values, measured), path)
+    publish_text(recalibrated(path.read_text(encoding="utf-8"), values, source), path)
     load_calibration(path)
     click.echo(f"wrote {path}; it is part of every plan, so commit it")
 
 
 @click.command(help=__doc__)
 @click.option("--budget-s", type=float, default=math.inf, help="After so many seconds nothing more starts.")
-@click.option("--only", multiple=True, help="Measurements whose keys contain one of these, e.g. 'trainings:'.")
-@click.option("--dry-run", is_flag=True, help="Measure tiny models on this CPU, and print the page.")
+@click.option("--only", default="", help="Measurements whose keys contain this, e.g. 'trainings:'.")
+@click.option("--dry-run", is_flag=True, help="Measure tiny models on this CPU, all anew, and print the page.")
 @click.option(
     "--calibrate", "calibrate_by", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Results."
 )
 @click.option("--results-dir", type=click.Path(path_type=Path), default=Path(".bakeoff/gpu"), show_default=True)
-def main(budget_s: float, only: tuple[str, ...], dry_run: bool, calibrate_by: Path | None, results_dir: Path) -> None:
+def main(budget_s: float, only: str, dry_run: bool, calibrate_by: Path | None, results_dir: Path) -> None:
     configure_logging("gpu")
     deadline = time.monotonic() + budget_s
     if calibrate_by is not None:
@@ -291,17 +276,19 @@ def main(budget_s: float, only: tuple[str, ...], dry_run: bool, calibrate_by: Pa
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     kind, interrupted = "cpu" if dry_run else "cuda", False
-    with device_to_measure(kind, holder="make gpu") as (name, uuid):
+    with device_to_measure(kind) as (name, uuid):
         results = Results.of(results_dir, name)
-        runner = Runner(kind, uuid, results, deadline)
+        if dry_run:
+            results.by_key.clear()
         try:
-            runner.run(results.todo([FACTS]))
+            results.measure([FACTS], kind, uuid, deadline)
             wanted = measurements(kind, data(results.by_key, FACTS.key))
-            runner.run(results.todo([each for each in wanted if not only or any(part in each.key for part in only)]))
+            results.measure([each for each in wanted if only in each.key], kind, uuid, deadline)
         except KeyboardInterrupt:
             interrupted = True
     wanted = measurements(kind, data(results.by_key, FACTS.key))
-    text = page(name, results.by_key, [FACTS.key, *(each.key for each in wanted)])
+    shown = [each.key for each in wanted if only in each.key or not dry_run]
+    text = page(name, results.by_key, [FACTS.key, *shown])
     if dry_run:
         click.echo(text)
     else:

@@ -1,4 +1,5 @@
-"""One measurement of `make gpu`, in a process of its own: facts, a training, its prediction, generation, a recipe.
+"""One measurement of `make gpu`, in a process of its own: facts, a training or its prediction, generation, a
+recipe, a comparison of speed.
 
 Run  python -m tools.gpu.measure JOB DEVICE TASK_JSON ANSWER_PATH   (tools/gpu does)
 """
@@ -7,16 +8,22 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import platform
-import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
+from operator import getitem
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -24,19 +31,20 @@ from typing import Any
 
 import click
 import torch
+from ruamel.yaml import YAML
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 
-from stages.core.errors import UserError, configure_logging
+from stages.core.errors import OutOfMemory, UserError, configure_logging
+from stages.core.lineage import combined_digest, file_digest
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams
+from stages.core.signals import end_with_parent
 from stages.kit.evaluation.answer import answered_tokens
 from stages.kit.internals.torch_internals import chosen_attention, cpu_peak
 from stages.kit.launcher.gpus import driver_version
-from stages.kit.memory.calibration import load_calibration
-from stages.kit.memory.predict import MemoryPredictor, depth_of, predict_generation, with_depth
+from stages.kit.memory.predict import MemoryPredictor, predict_generation
 from stages.kit.memory.stand_in import quantize_nf4, stand_in_batch, stand_in_processor
 from stages.kit.memory.step import Inference, from_features, one_batch_trainer
 from stages.kit.models.adapters import apply_recipe
@@ -51,33 +59,14 @@ from stages.kit.training.batches import FEATURES, packed
 from stages.kit.training.kernels import compiler_problem, prepare_kernels, refuse_wrong_kernels
 from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer, lasting_tensors
-from tools.gpu.recipe import run_recipe
+from tools.gpu.bench import compare_speed
+from tools.gpu.page import AMOUNTS
 from tools.plan import available_inputs, config_of_base
 
 ACCUMULATION = 4
 """Micro-batches per step. Trainer holds all of them on the device at once, so it matters; recipes have 8 or 16."""
-SHARES = (1.0, 0.5, 0.25, 0.125)
-"""Shares of the language model's layers: the first that is predicted to fit is measured."""
 MAX_STEPS, TIMED_STEPS = 24, 4
 """fp16 skips the first steps until the scale of its gradients suits."""
-
-KINDS: tuple[tuple[str, str], ...] = (
-    ("copies", r"memcpy|memset|direct_copy|catarray|aten::(copy_|fill_|cat\b)|fillfunctor"),
-    ("dequantization", r"quantize|bitsandbytes::"),
-    ("attention", r"flash|fmha|attention|sdpa"),
-    ("optimizer", r"adam|multi_tensor_apply|koptimizer|_foreach_"),
-    ("Triton", r"^_(forward|backward)_kernel|^_?(triton_rope|rms_norm|swiglu|geglu)"),
-    ("matmul", r"gemm|gemv|nvjet|cutlass|cublas|splitk|wgmma|convol|dgrad|wgrad|fprop|aten::(add|b|_grouped_)?mm\b"),
-    ("elementwise", r"elementwise|reduce_kernel|norm|softmax|index|gather|scatter|sort|scan|dropout|at::native|aten::"),
-    ("communication", r"nccl"),
-    ("other", ""),
-)
-"""Kinds of kernel by a part of their names, lower case; the first that matches. On a CPU the names are operators."""
-
-
-def kind_of(name: str) -> str:
-    return next(kind for kind, pattern in KINDS if re.search(pattern, name.lower()))
-
 
 # --- Facts about the device and its software
 
@@ -97,9 +86,8 @@ def facts(device: str) -> dict[str, Any]:
     card = card_of(name)
     with_triton = find_spec("triton") is not None and on_gpu
     turn_off_cudnn_attention()  # as loading a model does
-    probes = {f"SDPA in evaluation, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}
     seed_everything(42)  # from here on kernels without a deterministic form are refused, as in every training
-    probes |= {f"SDPA in training, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}
+    probes = {f"SDPA, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}
     return {
         "name": name,
         "capability": torch.cuda.get_device_capability() if on_gpu else (0, 0),
@@ -108,8 +96,7 @@ def facts(device: str) -> dict[str, Any]:
         "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "bitsandbytes")),
         "driver, CUDA, cuDNN": f"{driver_version()}, {torch.version.cuda}, {torch.backends.cudnn.version()}",
         "Python": f"{platform.python_version()} on {platform.platform()}",
-        "peak, dense 16-bit": f"{card.tflops:g} TFLOP/s" if card else "unknown: no such card in planning/cards.py",
-        "usable, as planned": f"{card.usable_gib} GiB" if card else None,
+        "usable, as planned": f"{card.usable_gib} GiB" if card else "unknown: no such card in planning/cards.py",
         "C compiler": compiler_problem() or "compiles against Python's headers",
         "Liger's kernels": tried(partial(refuse_wrong_kernels, device)) if with_triton else "no GPU, or no Triton",
         "flash-attn": "installed" if find_spec("flash_attn") else "not installed",
@@ -266,125 +253,95 @@ def random_trainer(
 # --- Trainings
 
 
-def predict_training(device: str, *, setting: Setting, facts: dict[str, Any]) -> dict[str, Any]:
-    """The plan stage's prediction, of as many layers as fit the device. Raises UserError if not even the fewest do."""
-    plan, whole = planned(setting, device)
-    text, vision = depth_of(whole.config)
-    for depth in [(max(1, round(text * share)), vision) for share in SHARES]:
-        found = replace(whole, config=with_depth(whole.config, depth), made={})(plan)
-        if device == "cpu" or found.verdict(facts["memory_bytes"]) == "fits":
-            amounts = {name: getattr(found, name) for name in ("allocated_bytes", "reserved_bytes", "flops")}
-            return {"layers": depth, **amounts}
-    raise UserError(f"does not fit with {SHARES[-1]:.1%} of its layers")
+def predict_training(device: str, *, setting: Setting, capacity_bytes: int | None) -> dict[str, Any]:
+    """The plan stage's prediction. Raises OutOfMemory if it does not fit the GPU."""
+    plan, predictor = planned(setting, device)
+    found = predictor(plan)
+    if capacity_bytes is not None and found.verdict(capacity_bytes) != "fits":
+        raise OutOfMemory(found.summary())
+    amounts = {name: getattr(found, name) for name in ("allocated_bytes", "reserved_bytes", "flops")}
+    return {"setting": setting, "predicted": amounts}
 
 
-def measure_training(device: str, *, setting: Setting, prediction: dict[str, Any]) -> dict[str, Any]:
-    """Memory and time of a step of the layers that were predicted, and the time by kind of kernel.
+def measure_training(device: str, *, setting: Setting, predicted: dict[str, Any]) -> dict[str, Any]:
+    """Memory and time of a step.
 
     It takes the whole process: seeds and settings of torch and TRL stay changed. Raises UserError if too few steps had
     finite gradients, and as random_trainer does.
     """
     plan, predictor = planned(setting, device)
-    predictor = replace(predictor, config=with_depth(predictor.config, tuple(prediction["layers"])))
     check_device(plan.device, plan.precision)
     seed_everything(plan.seed)
     batch = with_contents(training_batch(plan, predictor))
     if plan.on_gpu:  # a recipe's data loader has workers for that
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     with random_trainer(plan, predictor.config, batch, num_steps=MAX_STEPS) as trainer:
-        meter = StepMeter(trainer, batch, on_gpu=plan.on_gpu)
-        trainer.add_callback(meter)
+        trainer.add_callback(meter := StepMeter(trainer, batch))
         trainer.train()
-    if not meter.launches:
+    if len(meter.seconds) < TIMED_STEPS:
         raise UserError(f"the optimizer made too few steps in {MAX_STEPS}: no gradient was finite")
-    step_s, busy_s = median(meter.seconds), sum(meter.spent.values())
-    tflops = ACCUMULATION * prediction["flops"] / step_s / 1e12
+    step_s = median(meter.seconds)
+    tflops = ACCUMULATION * predicted["flops"] / step_s / 1e12
     card = card_of(torch.cuda.get_device_name()) if plan.on_gpu else None
     return {
-        **meter.memory,
+        "predicted": predicted,
         "samples": plan.samples_per_step,
         "step_s": round(step_s, 4),
         "tokens_per_s": round(ACCUMULATION * batch["input_ids"].numel() / step_s, 1),
         "tflops_per_s": round(tflops, 3),
         "share_of_peak": round(tflops / card.tflops, 4) if card else None,
-        # Relative to an unprofiled step: profiling makes launches slower.
-        "idle_share": round(max(0.0, 1 - busy_s / step_s), 4) if plan.on_gpu else None,
-        "launches": meter.launches,
-        **{kind: round(meter.spent.get(kind, 0.0) / busy_s, 4) for kind, _ in KINDS},
+        **meter.memory,
     }
 
 
 class StepMeter(TrainerCallback):
-    """Measures, once the optimizer has its state: memory of the next step; the time of TIMED_STEPS more, end to end;
-    kernels of one more. The step after the first may still compile or choose kernels."""
+    """Measures, once the optimizer has its state, the memory of the next step, and the time of TIMED_STEPS more, end to
+    end. The step between them may still compile or choose kernels."""
 
-    def __init__(self, trainer: RecipeTrainer, batch: Mapping[str, torch.Tensor], *, on_gpu: bool) -> None:
-        self._trainer, self._batch, self._on_gpu = trainer, batch, on_gpu
+    def __init__(self, trainer: RecipeTrainer, batch: Mapping[str, torch.Tensor]) -> None:
+        self._trainer, self._batch = trainer, batch
         self._ends: list[float] = []
         self._measuring = ExitStack()
         self.memory: dict[str, int] = {}
-        """Bytes allocated and reserved, as torch counts them, and in total, with all else in use on the device; the
-        same on a CPU."""
-        self.spent: dict[str, float] = {}
-        """Seconds of one step by kind of kernel."""
-        self.launches = 0
-        """Kernels of one step; on a CPU, operators."""
 
     @property
     def seconds(self) -> list[float]:
-        return [end - begin for begin, end in pairwise(self._ends[2 : 3 + TIMED_STEPS])]
+        return [end - begin for begin, end in pairwise(self._ends[2:])]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._trainer.optimizer.state:
             return
-        if self._on_gpu:
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._ends.append(time.perf_counter())
-        num_steps = len(self._ends) - 1
-        if num_steps == 0:
-            self._begin_memory()
-        elif num_steps == 1:
-            self.memory = self._end_memory()
-        elif num_steps == 2 + TIMED_STEPS:
-            activity = ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU
-            self._profile = self._measuring.enter_context(profile(activities=[activity]))
-        elif num_steps == 3 + TIMED_STEPS:
-            self._measuring.close()
-            for name, seconds in _kernels(self._profile, on_gpu=self._on_gpu):
-                self.spent[kind_of(name)] = self.spent.get(kind_of(name), 0.0) + seconds
-                self.launches += not re.match(r"mem(cpy|set)", name.lower())
-            control.should_training_stop = True
-
-    def _begin_memory(self) -> None:
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        else:
+        if len(self._ends) == 1:
             existing = (*self._batch.values(), *lasting_tensors(self._trainer))
-            self._cpu_peak = self._measuring.enter_context(cpu_peak(existing))
-
-    def _end_memory(self) -> dict[str, int]:
-        if not self._on_gpu:
+            self.memory = self._measuring.enter_context(measured_memory(existing))
+        elif len(self._ends) == 2:
             self._measuring.close()
-            size = self._cpu_peak.size_bytes
-            return {"allocated_bytes": size, "reserved_bytes": size, "total_bytes": size}
-        free_bytes, total_bytes = torch.cuda.mem_get_info()
-        reserved_bytes = torch.cuda.max_memory_reserved()
-        return {
-            "allocated_bytes": torch.cuda.max_memory_allocated(),
-            "reserved_bytes": reserved_bytes,
-            "total_bytes": reserved_bytes + total_bytes - free_bytes - torch.cuda.memory_reserved(),
-        }
+        control.should_training_stop = len(self._ends) == 3 + TIMED_STEPS
 
 
-def _kernels(profiled: profile, *, on_gpu: bool) -> list[tuple[str, float]]:
-    """Name and seconds of each kernel and copy on a GPU; of each operator on a CPU, without those that it calls."""
-    if not on_gpu:
-        return [(event.name, event.self_cpu_time_total / 1e6) for event in profiled.events()]
-    return [
-        (event.name, (event.time_range.end - event.time_range.start) / 1e6)
-        for event in profiled.events()
-        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
-    ]
+@contextmanager
+def measured_memory(existing: Iterable[object]) -> Iterator[dict[str, int]]:
+    """Peaks within the block, filled in at its end: bytes allocated and reserved, as torch counts them, and in total,
+    with all else in use on the device. On a CPU the peak of its tensors for all three.
+
+    existing: tensors from before that stay throughout.
+    """
+    found: dict[str, int] = {}
+    if not torch.cuda.is_available():
+        with cpu_peak(existing) as peak:
+            yield found
+        found |= {f"{amount}_bytes": peak.size_bytes for amount in AMOUNTS}
+        return
+    torch.cuda.reset_peak_memory_stats()
+    yield found
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    reserved_bytes = torch.cuda.max_memory_reserved()
+    beside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
+    amounts = (torch.cuda.max_memory_allocated(), reserved_bytes, reserved_bytes + beside_bytes)
+    found |= {f"{amount}_bytes": size for amount, size in zip(AMOUNTS, amounts, strict=True)}
 
 
 # --- Generation
@@ -399,7 +356,7 @@ def measure_generation(device: str, *, setting: Setting, batch_size: int, new_to
     attn = resolve_attention("auto", plan.device, plan.precision)
     inference = Inference(device=plan.device, precision=plan.precision, attn=attn)
     limits = {"batch_size": batch_size, "max_new_tokens": new_tokens}
-    predicted = predict_generation(inference, config, batch, load_calibration(), **limits)
+    predicted = predict_generation(inference, config, batch, **limits)
     model = random_model(replace(plan, attn="auto"), config).eval()
 
     @torch.inference_mode()
@@ -413,15 +370,9 @@ def measure_generation(device: str, *, setting: Setting, batch_size: int, new_to
         return time.perf_counter() - began
 
     seconds(2)
-    if plan.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     first_s, all_s = seconds(1), seconds(new_tokens)
-    if plan.on_gpu:
-        peak_bytes = torch.cuda.max_memory_allocated()
-    else:
-        with cpu_peak([*model.parameters(), *model.buffers(), *batch.values()]) as peak:
-            seconds(new_tokens)
-        peak_bytes = peak.size_bytes
+    with measured_memory([*model.parameters(), *model.buffers(), *batch.values()]) as memory:
+        seconds(new_tokens)
     return {
         "attn": attn,
         "prompt": plan.max_length,
@@ -429,9 +380,92 @@ def measure_generation(device: str, *, setting: Setting, batch_size: int, new_to
         "samples_per_s": round(batch_size / all_s, 3),
         "first_token_s": round(first_s, 4),
         "further_token_s": round((all_s - first_s) / max(1, new_tokens - 1), 5),
-        "peak_bytes": peak_bytes,
-        "error": predicted.allocated_bytes / peak_bytes - 1,
+        "allocated_bytes": memory["allocated_bytes"],
+        "error": predicted.allocated_bytes / memory["allocated_bytes"] - 1,
     }
+
+
+# --- A recipe at tiny size, by the stages themselves: all the way, twice, and killed and resumed
+
+ROOT = Path(__file__).parents[2]
+SMALL: dict[str, Any] = {
+    "profile": "tiny",
+    "tracking.to": [],
+    "checkpoints": {"every_minutes": None, "every_steps": 1},
+    **{f"profiles.tiny.datasets.{name}.limit": {"train": 8, "val": 4} for name in ("nutrition-tables", "visempar")},
+    "profiles.tiny.images": {"min_pixels": 3136, "max_pixels": 12544},
+    "profiles.tiny.memory.micro_batch": 2,
+    "profiles.tiny.evaluation": {"batch_size": 4, "max_new_tokens": 8, "max_length": 1024},
+}
+"""Settings of params.yaml, by dotted path."""
+
+
+def run_recipe(device: str, *, recipe: str, memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the stages of a recipe's evaluation in a small copy of this checkout; its training also a second time, and
+    once more killed after its first checkpoint and resumed: the same bytes or not.
+
+    memory: settings of the tiny profile. Raises UserError if a stage fails.
+    """
+    raw = YAML(typ="safe").load(ROOT / "params.yaml")
+    raw["recipes"][recipe].update({"effective_batch": 4, "epochs": 3})
+    settings = {f"profiles.tiny.memory.{name}": value for name, value in memory.items()}
+    for path, value in {**SMALL, "profiles.tiny.device": {"kind": device, "count": 1}, **settings}.items():
+        *parents, last = path.split(".")
+        reduce(getitem, parents, raw)[last] = value
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in ("stages", "data/metrics", "data/tiny"):
+            shutil.copytree(ROOT / part, folder / part)
+        with (folder / "params.yaml").open("w", encoding="utf-8") as file:
+            YAML().dump(raw, file)
+        base, began = raw["recipes"][recipe]["base"].partition("/")[2], time.monotonic()
+        for stage, item in (("base", base), ("prepare", raw["recipes"][recipe]["data"]), ("plan", recipe)):
+            _run(stage, item, folder)
+        digests = [_trained(recipe, folder) for _ in range(2)]
+        _run("train", recipe, folder, kill=True)
+        resumed = _trained(recipe, folder)
+        for stage in ("merge", "evaluate"):
+            _run(stage, recipe, folder)
+        run_dir = folder / "data/runs" / recipe
+        read = {name: json.loads((run_dir / f"{name}.json").read_text()) for name in ("memory", "merge")}
+        training = json.loads((run_dir / "training/training.json").read_text())
+    return {
+        "loss": training["final_loss"],
+        "peak_bytes": training["peak_memory_bytes"],
+        "error": read["memory"]["allocated_gib"] * 2**30 / training["peak_memory_bytes"] - 1,
+        "logit_deviation": read["merge"]["logit_deviation"],
+        "all_s": round(time.monotonic() - began, 1),
+        "twice": digests[0] == digests[1],
+        "resumed": digests[0] == resumed,
+    }
+
+
+def _trained(recipe: str, folder: Path) -> str:
+    """Digest of the trained weights and of the trace, which has every step's loss and gradient bit for bit."""
+    _run("train", recipe, folder)
+    run_dir = folder / "data/runs" / recipe
+    files = [*sorted((run_dir / "trained").rglob("*.safetensors")), run_dir / "training/trace.csv"]
+    digest = combined_digest({str(path.relative_to(run_dir)): file_digest(path) for path in files})
+    shutil.rmtree(folder / ".bakeoff")  # the next training would resume from its checkpoints
+    return digest
+
+
+def _run(stage: str, item: str, folder: Path, *, kill: bool = False) -> None:
+    """Run a stage in this environment; kill: until its first checkpoint. Raises UserError if it ends otherwise."""
+    print(f"$ {stage} {item}", flush=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"stages.{stage}", item],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        stdin=subprocess.DEVNULL,
+        preexec_fn=end_with_parent(),
+    )
+    while process.poll() is None:
+        if kill and any((folder / ".bakeoff/checkpoints").rglob("step-*")):
+            process.kill()
+        time.sleep(0.02)
+    if process.returncode != (-signal.SIGKILL if kill else 0):
+        raise UserError(f"{stage} {item} ended with {process.returncode}{' before it was killed' if kill else ''}")
 
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -440,6 +474,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "trainings": measure_training,
     "generation": measure_generation,
     "recipes": run_recipe,
+    "bench": compare_speed,
 }
 
 

@@ -27,6 +27,7 @@ from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, source_
 from stages.kit.launcher.process import forwarded_signals
 from stages.kit.launcher.record import SEEN_BY_STAGES
 
+_STAGE_MEMORY = ("used_before_bytes", "free_before_bytes", "used_loaded_bytes", "free_loaded_bytes", "peak_bytes")
 MEASURED = {
     "training.json": (
         *("train_seconds", "samples_per_second", "peak_memory_bytes", "reserved_memory_bytes"),
@@ -34,7 +35,7 @@ MEASURED = {
     ),
     "metrics.json": ("samples_per_second", "memory_measured_gib", "memory_error"),
     # A stage's memory, below data/report/TASK/memory. A certificate of the same name has none of these keys.
-    **dict.fromkeys(("train.json", "merge.json", "build.json", "evaluate.json"), ("before_load", "after_load", "end")),
+    **dict.fromkeys(("train.json", "merge.json", "build.json", "evaluate.json"), _STAGE_MEMORY),
     "model.sig": ("dsseEnvelope",),  # a signature has a random part
 }
 """The keys of JSON files, by file name, that may differ between two runs of a stage: times, memory, signatures."""

@@ -92,15 +92,13 @@ def batch_size_for(questions: Sequence[Conversation], model_dir: Path, profile: 
 
 def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, profile: ProfileParams) -> int:
     # These import TRL, which takes seconds.
-    from stages.kit.memory.calibration import load_calibration
     from stages.kit.memory.fit import fitting_batch_size
     from stages.kit.memory.predict import capacity_bytes, predict_generation, repeated
     from stages.kit.memory.step import Inference
 
     started, settings, memory = time.monotonic(), profile.evaluation, profile.memory
     inference = Inference(device=profile.device.one(), precision=memory.precision, attn=memory.attn)
-    config, calibration = load_config(model_dir), load_calibration()
-    capacity = capacity_bytes(inference.device)
+    config, capacity = load_config(model_dir), capacity_bytes(inference.device)
     [[longest], *_] = longest_first(questions, 1)
     processor = load_processor(model_dir, profile.images)
     question = encode(processor, [questions[longest]], padding_side="left", max_length=settings.room)
@@ -108,7 +106,7 @@ def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, pr
     def predict(size: int) -> Prediction:
         batch = repeated(question, prefill_batch_size(size))
         limits = {"batch_size": size, "max_new_tokens": settings.max_new_tokens}
-        return predict_generation(inference, config, batch, calibration, **limits)
+        return predict_generation(inference, config, batch, **limits)
 
     # At most all questions at once, rounded up to a power of two.
     batch_size = fitting_batch_size("auto", predict, capacity, limit=min(MAX_BATCH_SIZE, 2 * len(questions) - 1))

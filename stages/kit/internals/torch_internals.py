@@ -48,11 +48,6 @@ READ_SCALAR = aten._local_scalar_dense.default
 """The operator behind `item`: the CPU waits for the device."""
 
 
-def writes_in_place(func: Any) -> bool:
-    """Whether an operator changes one of its arguments."""
-    return bool(func._schema.is_mutable)
-
-
 def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     """Floating-point operations of one operator, by torch's own rules where it has one (torch.utils.flop_counter).
 

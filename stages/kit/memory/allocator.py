@@ -64,108 +64,86 @@ class CachingAllocator:
         pool = self._small if size <= SMALL_SIZE else self._large
         block = pool.take(size)
         self._in_use[key] = pool, block
-        self.allocated_bytes += block.size
+        self.allocated_bytes += block[0]
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
 
     def free(self, key: Hashable) -> None:
         assert key in self._in_use, f"{key} is not allocated"
         pool, block = self._in_use.pop(key)
-        self.allocated_bytes -= block.size
-        pool.give_back(block)
+        self.allocated_bytes -= block[0]
+        pool.give_back(*block)
 
 
-class _Block:
-    """A stretch of a segment, between its neighbours."""
-
-    __slots__ = ("address", "free", "next", "previous", "size")
-
-    def __init__(self, address: int, size: int, *, previous: _Block | None) -> None:
-        """The following blocks of `previous` follow this one."""
-        self.address, self.size, self.free = address, size, False
-        self.previous = previous
-        self.next: _Block | None = None
-        if previous is not None:
-            self.next, previous.next = previous.next, self
-        if self.next is not None:
-            self.next.previous = self
-
-    def absorb_next(self) -> None:
-        assert self.next is not None
-        self.size += self.next.size
-        self.next = self.next.next
-        if self.next is not None:
-            self.next.previous = self
+_Block = tuple[int, int]
+"""Size and address."""
 
 
 class _Pool:
     """The segments of the small sizes, or of the large ones; an expandable one is a single segment that grows.
 
-    Segments lie one behind the other. Between blocks of one size the lower is taken first, so this matters; on a device
-    the driver chooses, mostly in this order too.
+    Segments lie one behind the other, with a gap. Between blocks of one size the lower is taken first, so this matters;
+    on a device the driver chooses, mostly in this order too.
     """
 
     def __init__(self, page_bytes: int, *, min_rest: int, expandable: bool) -> None:
         """min_rest: the rest of a block becomes a block of its own from this size on (should_split)."""
         self.reserved_bytes = 0
-        self.free: list[tuple[int, int, _Block]] = []
-        """Size and address of each free block, sorted: the first that is large enough is the best fit."""
         self._page_bytes, self._min_rest, self._expandable = page_bytes, min_rest, expandable
-        self._last: _Block | None = None
-        """The end of an expandable segment."""
+        self._free: list[_Block] = []
+        """Sorted: the first that is large enough is the best fit."""
+        self._starts: dict[int, int] = {}
+        """Sizes of free blocks by their address."""
+        self._ends: dict[int, int] = {}
+        """Sizes of free blocks by the address behind them."""
+        self._end = 0
+        """The address behind the last segment."""
 
     def take(self, size: int) -> _Block:
         """A block of `size`, or larger where the rest is too small to be split off."""
-        block = self._best_fit(size) or self._grow(size)
-        rest = block.size - size
-        if rest >= self._min_rest:
-            block.size = size
-            self._add_free(_Block(block.address + size, rest, previous=block))
-        return block
+        found, address = self._best_fit(size) or self._grow(size)
+        if (rest := found - size) >= self._min_rest:
+            self._add_free(rest, address + size)
+            found = size
+        return found, address
 
-    def give_back(self, block: _Block) -> None:
+    def give_back(self, size: int, address: int) -> None:
         """Joined with its free neighbours (try_merge_blocks)."""
-        before, after = block.previous, block.next
-        if after is not None and after.free:
-            self._remove_free(after)
-            block.absorb_next()
-        if before is not None and before.free:
-            self._remove_free(before)
-            before.absorb_next()
-            block = before
-        self._add_free(block)
+        if after := self._starts.get(address + size):
+            self._remove_free(after, address + size)
+        if before := self._ends.get(address, 0):
+            self._remove_free(before, address - before)
+        self._add_free(before + size + (after or 0), address - before)
 
     def _best_fit(self, size: int) -> _Block | None:
         """The smallest free block of at least `size`, the lowest of several (get_free_block)."""
-        index = bisect_left(self.free, (size,))
-        if index == len(self.free):
+        index = bisect_left(self._free, (size, 0))
+        if index == len(self._free):
             return None
         # The end of an expandable segment counts as large as it can grow: any other that is large enough is preferred.
-        if self._expandable and self.free[index][2] is self._last and index + 1 < len(self.free):
+        if self._expandable and sum(self._free[index]) == self._end and index + 1 < len(self._free):
             index += 1
-        block = self.free[index][2]
-        self._remove_free(block)
-        return block
+        return self._remove_free(*self._free[index])
 
     def _grow(self, size: int) -> _Block:
         """A block of at least `size`, of memory new from the device (alloc_block, try_allocate_expandable_block)."""
-        end = self._last if self._expandable else None
-        if end is not None and end.free:
-            self._remove_free(end)
-            block = end
+        left = 0
+        if not self._expandable:
+            num_bytes = segment_bytes(size)
+            self._end += MIN_BLOCK  # the gap
         else:
-            block = _Block(self.reserved_bytes, 0, previous=end)
-        num_bytes = round_up(size - block.size, self._page_bytes) if self._expandable else segment_bytes(size)
-        block.size += num_bytes
+            if left := self._ends.get(self._end, 0):
+                self._remove_free(left, self._end - left)
+            num_bytes = round_up(size - left, self._page_bytes)
+        block = left + num_bytes, self._end - left
+        self._end += num_bytes
         self.reserved_bytes += num_bytes
-        self._last = block
         return block
 
-    def _add_free(self, block: _Block) -> None:
-        block.free = True
-        insort(self.free, (block.size, block.address, block))
-        if block.next is None:
-            self._last = block
+    def _add_free(self, size: int, address: int) -> None:
+        insort(self._free, (size, address))
+        self._starts[address] = self._ends[address + size] = size
 
-    def _remove_free(self, block: _Block) -> None:
-        block.free = False
-        del self.free[bisect_left(self.free, (block.size, block.address))]
+    def _remove_free(self, size: int, address: int) -> _Block:
+        del self._free[bisect_left(self._free, (size, address))]
+        del self._starts[address], self._ends[address + size]
+        return size, address

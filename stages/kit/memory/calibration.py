@@ -38,22 +38,17 @@ class Calibration:
     cublas_workspaces_mib: Constant
     nccl_buffers_mib: Constant
     share_of_peak: Constant
-    allocated_error_low: Constant
-    allocated_error_high: Constant
     reserved_error_low: Constant
     reserved_error_high: Constant
 
     def label(self, *, several: bool) -> str:
-        """Sources of the constants that decide a prediction; `assumed` if one of them is.
+        """Sources of the constants that decide a prediction on a GPU; `assumed` if one of them is.
 
         The workspaces' size is set by the stage, and time is no part of a prediction of memory: neither counts.
         several: for a run of several processes, ddp or sharded, NCCL's buffers count too.
         """
-        deciding: tuple[Constant, ...] = (
-            *(self.context_mib, *((self.nccl_buffers_mib,) if several else ())),
-            *(self.allocated_error_low, self.allocated_error_high, self.reserved_error_low, self.reserved_error_high),
-        )
-        sources = dict.fromkeys(constant.measured for constant in deciding)
+        deciding = (self.context_mib, *((self.nccl_buffers_mib,) if several else ()))
+        sources = {each.measured: None for each in (*deciding, self.reserved_error_low, self.reserved_error_high)}
         return ASSUMED if ASSUMED in sources else "; ".join(sources)
 
 

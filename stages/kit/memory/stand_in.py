@@ -207,10 +207,6 @@ class _Rotated(torch.autograd.Function):
         return _in_place(by_query), _in_place(by_key), None, None
 
 
-KERNELS = (_RMSNorm, _Gated, _Rotated)
-"""Each is one kernel forward and one backward."""
-
-
 def _rotated(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, _unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:

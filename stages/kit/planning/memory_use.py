@@ -12,12 +12,11 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from threading import Event, Thread
 from traceback import walk_tb
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import psutil
 from pydantic import ConfigDict, Field
@@ -32,40 +31,33 @@ GIB = 2**30
 SAMPLE_S = 2.0
 """Time between two samples of a GPU's utilization and power; NVML's own are of the last second at most."""
 
-Amount = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""Bytes. Free memory is negative in a control group that is over its limit."""
-
-_strict = ConfigDict(extra="forbid", strict=True)
+Amount = Annotated[int, Field(ge=0, lt=2**63)]
+"""Bytes, summed over GPUs; their peaks need not be at one moment."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
-class MemoryReading:
-    """Memory at one moment, summed over GPUs; their peaks need not be at one moment."""
-
-    used_bytes: Amount
-    """Tensors of this process on a GPU; on a CPU all its resident memory, Python and its libraries included."""
-    reserved_bytes: Amount
-    """Taken from the GPU by torch for its tensors; on a CPU equal to used_bytes."""
-    peak_bytes: Amount
-    """Largest used_bytes until then."""
-    peak_reserved_bytes: Amount
-    free_bytes: Amount
-    """On the device, whichever process uses the rest; on a CPU on the machine or in the container."""
-    total_bytes: Amount
-
-
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
 class StageMemory(Record):
     stage: str
     name: str
     """Recipe, baseline or build."""
-    kind: Literal["cuda_allocated", "cpu_resident"]
     gpus: int
-    """Number of GPUs in the sums; 0 on a CPU. With several processes it is the first process, on its GPU."""
-    before_load: MemoryReading
-    after_load: MemoryReading
-    """The largest, where several models are loaded one after the other."""
-    end: MemoryReading
+    """Number of GPUs whose tensors of this process count; of several processes it is the first, on its GPU. 0 on a CPU,
+    where all resident memory counts, Python and its libraries included."""
+    used_before_bytes: Amount
+    """Right before the stage loads a model."""
+    free_before_bytes: Amount
+    """On the device, whichever process uses the rest; on a CPU on the machine or in the container."""
+    used_loaded_bytes: Amount
+    """After loading; the largest, where several models are loaded one after the other."""
+    free_loaded_bytes: Amount
+    peak_bytes: Amount
+
+
+class Reading(NamedTuple):
+    used_bytes: int
+    peak_bytes: int
+    """Largest used_bytes until then."""
+    free_bytes: int
 
 
 def stage_memory_path(data_dir: Path, task: str, *, name: str, stage: str) -> Path:
@@ -84,50 +76,39 @@ class MemoryLog:
 
     def __init__(self, gpus: Sequence[int]) -> None:
         self._gpus = gpus
-        self._before = self._read()
-        self._after: MemoryReading | None = None
-        self._log("before loading", self._before)
+        self._before = self._read("before loading")
+        self._loaded: Reading | None = None
 
     def loaded(self) -> None:
         """Take the reading after loading; of several models the one that used most counts."""
-        now = self._read()
-        if self._after is None or now.used_bytes > self._after.used_bytes:
-            self._after = now
-            self._log("after loading", now)
+        now = self._read("after loading")
+        if self._loaded is None or now.used_bytes > self._loaded.used_bytes:
+            self._loaded = now
 
     def finish(self, stage: str, name: str) -> StageMemory:
         """Take the last reading. name: recipe, baseline or build."""
-        assert self._after is not None, f"{stage} {name} loaded nothing"
-        end = self._read()
+        assert self._loaded is not None, f"{stage} {name} loaded nothing"
+        end = self._read("at the end")
         # The kernel counts a core's last pages late, so its peak can be below a reading before it.
-        readings = (self._before, self._after, end)
-        peak = max(end.peak_bytes, *(reading.used_bytes for reading in readings))
-        reserved = max(end.peak_reserved_bytes, *(reading.reserved_bytes for reading in readings))
-        end = replace(end, peak_bytes=peak, peak_reserved_bytes=reserved)
-        log.info("memory at its peak: %s", self._amount(end.peak_bytes, end.peak_reserved_bytes))
+        peak_bytes = max(end.peak_bytes, *(each.used_bytes for each in (self._before, self._loaded, end)))
+        log.info("memory at its peak: %.2f GiB", peak_bytes / GIB)
         return StageMemory(
             stage=stage,
             name=name,
-            kind="cuda_allocated" if self._gpus else "cpu_resident",
             gpus=len(self._gpus),
-            before_load=self._before,
-            after_load=self._after,
-            end=end,
+            used_before_bytes=self._before.used_bytes,
+            free_before_bytes=self._before.free_bytes,
+            used_loaded_bytes=self._loaded.used_bytes,
+            free_loaded_bytes=self._loaded.free_bytes,
+            peak_bytes=peak_bytes,
         )
 
-    def _read(self) -> MemoryReading:
-        return gpu_reading(self._gpus) if self._gpus else cpu_reading()
-
-    def _log(self, when: str, reading: MemoryReading) -> None:
-        amount = self._amount(reading.used_bytes, reading.reserved_bytes)
-        free_gib, total_gib = reading.free_bytes / GIB, reading.total_bytes / GIB
-        log.info("memory %s: %s; %.2f of %.2f GiB free", when, amount, free_gib, total_gib)
-
-    def _amount(self, used_bytes: int, reserved_bytes: int) -> str:
-        if not self._gpus:
-            return f"{used_bytes / GIB:.2f} GiB resident"
-        where = "the GPU" if len(self._gpus) == 1 else f"{len(self._gpus)} GPUs"
-        return f"{used_bytes / GIB:.2f} GiB in tensors on {where}, {reserved_bytes / GIB:.2f} reserved"
+    def _read(self, when: str) -> Reading:
+        reading = gpu_reading(self._gpus) if self._gpus else cpu_reading()
+        what = f"in tensors on {len(self._gpus)} GPU(s)" if self._gpus else "resident"
+        used_gib, free_gib = reading.used_bytes / GIB, reading.free_bytes / GIB
+        log.info("memory %s: %.2f GiB %s; %.2f GiB free", when, used_gib, what, free_gib)
+        return reading
 
 
 class GpuUse:
@@ -186,25 +167,18 @@ class GpuUse:
             self._samples.append((elapsed, utilization, watts))
 
 
-def cpu_reading() -> MemoryReading:
-    used, peak = resident_bytes()
-    free, total = free_and_total_bytes()
-    amounts = {"used_bytes": used, "reserved_bytes": used, "peak_bytes": peak, "peak_reserved_bytes": peak}
-    return MemoryReading(**amounts, free_bytes=free, total_bytes=total)
+def cpu_reading() -> Reading:
+    return Reading(*resident_bytes(), free_bytes=free_and_total_bytes()[0])
 
 
-def gpu_reading(gpus: Sequence[int]) -> MemoryReading:
+def gpu_reading(gpus: Sequence[int]) -> Reading:
     """free_bytes comes from the driver, so it excludes CUDA's own context of this process."""
     import torch
 
-    free, total = zip(*map(torch.cuda.mem_get_info, gpus), strict=True)
-    return MemoryReading(
+    return Reading(
         used_bytes=sum(map(torch.cuda.memory_allocated, gpus)),
-        reserved_bytes=sum(map(torch.cuda.memory_reserved, gpus)),
         peak_bytes=sum(map(torch.cuda.max_memory_allocated, gpus)),
-        peak_reserved_bytes=sum(map(torch.cuda.max_memory_reserved, gpus)),
-        free_bytes=sum(free),
-        total_bytes=sum(total),
+        free_bytes=sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus),
     )
 
 

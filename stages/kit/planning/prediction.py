@@ -102,13 +102,6 @@ class MemoryRecord(Record):
     evaluation_gib: float
     """Total of the evaluation at its own batch size, on one device."""
 
-    def summary(self) -> str:
-        """The prediction on one line, the largest categories first."""
-        spent = sorted(self.budget_gib.items(), key=lambda entry: -entry[1])
-        listed = ", ".join(f"{entry} {size:.2f}" for entry, size in spent if size >= 0.005)
-        usable = "" if self.usable_gib is None else f" of {self.usable_gib:.2f} usable"
-        return f"{self.total_gib:.2f} GiB{usable}, fullest in {self.peak_phase}: {listed}"
-
     @staticmethod
     def fix(path: Path) -> str:
         return f"dvc repro -f -s plan@{path.parent.name}"

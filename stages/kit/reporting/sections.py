@@ -404,12 +404,14 @@ def memory_table(runs: Sequence[Run]) -> Table:
         (
             run.name,
             memory.stage if memory.name == run.name else f"{memory.stage} {memory.name}",
-            memory.before_load.free_bytes,
-            memory.before_load.used_bytes,
-            memory.after_load.used_bytes,
-            memory.end.peak_bytes,
-            memory.after_load.free_bytes,
-            f"tensors on {memory.gpus} GPUs" if memory.gpus > 1 else _MEMORY_KINDS[memory.kind],
+            memory.free_before_bytes,
+            memory.used_before_bytes,
+            memory.used_loaded_bytes,
+            memory.peak_bytes,
+            memory.free_loaded_bytes,
+            f"tensors on {memory.gpus} GPUs"
+            if memory.gpus > 1
+            else _MEMORY_KINDS["cuda_allocated" if memory.gpus else "cpu_resident"],
         )
         for run in runs
         for memory in run.memory

@@ -25,7 +25,6 @@ from stages.kit.evaluation.answer import (
     load_answerer,
     prepared_ahead,
 )
-from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import predict_generation
 from stages.kit.memory.step import Inference
 from stages.kit.models.load import load_config, load_model
@@ -83,11 +82,11 @@ def test_an_auto_batch_is_the_largest_predicted_to_fit(tiny_vlm: Path) -> None:
 def predicted_bytes(folder: Path, batch_size: int, *, max_new_tokens: int) -> int:
     """Upper end of the prediction for so many answers to the longest question."""
     inference = Inference(device=DeviceParams(kind="cpu"), precision="fp32", attn="sdpa")
-    processor, config, calibration = load_processor(folder, None), load_config(folder), load_calibration()
+    processor, config = load_processor(folder, None), load_config(folder)
     longest = max(TABLES, key=partial(count_tokens, processor))
     batch = encode(processor, [longest] * prefill_batch_size(batch_size), padding_side="left")
     limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
-    return predict_generation(inference, config, batch, calibration, **limits).high_bytes
+    return predict_generation(inference, config, batch, **limits).high_bytes
 
 
 def test_a_damaged_image_is_named_with_its_sample(tiny_vlm: Path) -> None:

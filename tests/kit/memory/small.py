@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 from stages.core.families import FAMILIES
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, LoraParams, Params, PartsParams
-from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import Depth, predict, with_depth
 from stages.kit.memory.recorder import Recording
 from stages.kit.memory.stand_in import stand_in_batch
@@ -156,7 +155,7 @@ def recorded(model: str, plan: Plan, *, depth: Depth = (2, 2), padded: bool = Fa
 @made_once
 def predicted(model: str, plan: Plan, *, depth: Depth = (2, 2)) -> Prediction:
     config = config_of(model, depth)
-    return predict(plan, config, processor_of(model), batch_of(plan, config), load_calibration())
+    return predict(plan, config, processor_of(model), batch_of(plan, config))
 
 
 def peak_bytes(recording: Recording) -> int:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -72,15 +71,6 @@ def test_an_expandable_segment_takes_from_the_device(case: Case) -> None:
     frees = [(key, None) for key in freed]
     state = after([*allocated[: len(first)], *frees, *allocated[len(first) :]], expandable=True)
     assert state.reserved_bytes == reserved * MIB
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "allocated"),
-    [(1, 512), (513, 1024), (8519680, 8519680), (11 * MIB - 512, 11 * MIB - 512), (11 * MIB, 12 * MIB)],
-)
-def test_sizes_are_rounded_up_and_a_block_that_is_not_split_counts_whole(num_bytes: int, allocated: int) -> None:
-    state = after([(0, num_bytes), (0, None)])
-    assert (state.peak_allocated_bytes, state.allocated_bytes) == (allocated, 0)
 
 
 SIZES = st.one_of(
@@ -169,27 +159,3 @@ def test_what_is_allocated_is_the_sum_of_rounded_sizes_and_at_most_1_mib_more_a_
     num_large = sum(size is not None and size > MIB for _, size in events)
     assert after(events, expandable=True).peak_allocated_bytes == exact
     assert exact <= after(events).peak_allocated_bytes <= exact + num_large * MIB
-
-
-@given(event_lists(), st.booleans())
-def test_blocks_never_overlap_and_are_all_accounted_for(events: list[Event], expandable: bool) -> None:
-    """And no two free neighbours are left apart: once all is freed, segments are whole."""
-    state = CachingAllocator(expandable=expandable)
-    left = {key for key, size in events if size is not None} - {key for key, size in events if size is None}
-    for key, size in [*events, *((key, None) for key in sorted(left, key=hash))]:
-        if size is None:
-            state.free(key)
-        else:
-            state.allocate(key, size)
-        held = {
-            pool: [block for where, block in state._in_use.values() if where is pool]
-            for pool in (state._small, state._large)
-        }
-        for pool, in_use in held.items():
-            free = [block for *_, block in pool.free]
-            stretches = sorted((block.address, block.address + block.size) for block in [*in_use, *free])
-            assert all(end == start for (_, end), (start, _) in pairwise(stretches))
-            assert sum(block.size for block in [*in_use, *free]) == pool.reserved_bytes
-            assert not any(block.next is not None and block.next.free for block in free)
-        assert sum(block.size for in_use in held.values() for block in in_use) == state.allocated_bytes
-    assert all(block.previous is block.next is None for pool in (state._small, state._large) for *_, block in pool.free)

@@ -20,11 +20,11 @@ from trl.trainer import utils as trl_trainer
 from stages.core.params.schema import DeviceParams
 from stages.kit.memory import step
 from stages.kit.memory.cuda import Kernel, chosen_kernel, cuda_semantics, hidden_bytes
-from stages.kit.memory.predict import depth_of
+from stages.kit.memory.predict import Depth, depth_of
 from stages.kit.memory.recorder import Peak, Recorder
 from stages.kit.memory.step import record_step
 from stages.kit.models import kernels
-from tests.kit.memory.small import CUDA, FULL, R1, batch_of, config_of, peak_bytes, plan_of, processor_of, recorded
+from tests.kit.memory.small import CUDA, FULL, R1, R4, batch_of, config_of, peak_bytes, plan_of, processor_of, recorded
 
 aten = torch.ops.aten
 
@@ -195,3 +195,50 @@ def test_optimizers_take_what_they_take_on_cuda() -> None:
     assert foreach["optimizer"] == states
     # 8 bits for 32, a scale for 256 of them, and small tensors stay as they are.
     assert shrunk["optimizer"] == pytest.approx(states / 4 * (1 + 4 / 256), rel=0.02)
+
+
+WAITS = {
+    *(aten._local_scalar_dense.default, aten.nonzero.default, aten.repeat_interleave.Tensor),
+    *(aten.masked_select.default, aten.equal.default),
+}
+
+
+def operators_and_waits(monkeypatch: pytest.MonkeyPatch, depth: Depth, **changes: Any) -> tuple[int, int]:
+    """Operators of a recorded step on a GPU, and those for whose result the host waits."""
+    names: list[Any] = []
+    recorded, tolist, at_work = Recorder.recorded, torch.Tensor.tolist, []
+
+    def seen(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+        masked = func is aten.index.Tensor and any(each is not None and each.dtype == torch.bool for each in args[1])
+        names.append("wait" if func in WAITS or masked else func)
+        at_work.append(func)
+        result = recorded(recorder, func, args, kwargs)
+        at_work.pop()
+        return result
+
+    def listed(tensor: torch.Tensor) -> Any:
+        names.extend([] if at_work else ["wait"])  # the recorder's are none of the step's
+        return tolist(tensor)
+
+    plan = plan_of(**R4, **CUDA, padding_free=True, fused_kernels=True, **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "recorded", seen)
+        patch.setattr(torch.Tensor, "tolist", listed)
+        config = config_of("detection", depth)
+        record_step(plan, config, processor_of("detection"), batch_of(plan, config))
+    return len(names), names.count("wait")
+
+
+def test_no_layer_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators, waits = operators_and_waits(monkeypatch, (1, 1))
+    assert waits > 0
+    for depth in ((2, 1), (1, 2)):
+        more_operators, more_waits = operators_and_waits(monkeypatch, depth)
+        assert (more_operators > operators, more_waits) == (True, waits)
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_adapters_without_copies_save_operators(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = operators_and_waits(monkeypatch, (1, 1), quantization=quantization)
+    monkeypatch.setattr(kernels, "fuse_adapters", lambda model: None)
+    assert ours[0] < operators_and_waits(monkeypatch, (1, 1), quantization=quantization)[0]

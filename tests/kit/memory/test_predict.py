@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from stages.core.params.schema import DeviceParams
 from stages.kit.memory import predict as predictor
 from stages.kit.memory.calibration import load_calibration
-from stages.kit.memory.predict import Depth, MemoryPredictor, depth_of, sample_depths
+from stages.kit.memory.predict import Depth, depth_of, sample_depths
 from stages.kit.models.load import meta_model
 from tests.kit.memory.small import (
     CUDA,
@@ -24,7 +23,6 @@ from tests.kit.memory.small import (
     plan_of,
     predicted,
     processor_of,
-    recorded,
 )
 
 MIB, GIB = 2**20, 2**30
@@ -49,7 +47,7 @@ def test_a_few_layers_say_what_all_of_them_take(
     scaled_up = predicted(model, plan, depth=(5, 4))
     monkeypatch.setattr(predictor, "sample_depths", lambda config: [depth_of(config)])
     config = config_of(model, (5, 4))
-    exact = predictor.predict(plan, config, processor_of(model), batch_of(plan, config), CALIBRATION)
+    exact = predictor.predict(plan, config, processor_of(model), batch_of(plan, config))
     assert scaled_up.allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.005)
     assert scaled_up.phases == pytest.approx(exact.phases, rel=0.001)
     assert (scaled_up.peak_phase, scaled_up.budget.keys()) == (exact.peak_phase, exact.budget.keys())
@@ -122,17 +120,6 @@ def test_a_full_training_takes_six_operations_a_weight_and_token_and_eight_if_it
         assert found == pytest.approx(expected, rel=0.01), checkpointed
 
 
-def test_a_micro_batch_larger_than_the_data_takes_what_the_data_has() -> None:
-    """largest_batch then holds all the samples there are."""
-    plan = plan_of(**R1, micro_batch=1, max_length=2)  # the shortest there is
-    larger = replace(plan, schedule=replace(plan.schedule, micro_batch=16, train_samples=1))
-    config = config_of("text")
-    predictor = MemoryPredictor(
-        config=config, processor=processor_of("text"), batch_of=lambda **_: batch_of(plan, config)
-    )
-    assert predictor(larger) == predictor(plan) == predicted("text", plan)
-
-
 def test_ddp_keeps_its_gradients_twice_and_has_buffers_of_its_own() -> None:
     plan = plan_of(**FULL, **CUDA)
     alone = predicted("text", plan)
@@ -144,18 +131,6 @@ def test_ddp_keeps_its_gradients_twice_and_has_buffers_of_its_own() -> None:
         CALIBRATION.nccl_buffers_mib.num_bytes + alone.budget["gradients"], rel=0.01
     )
     assert (alone.calibration, predicted("text", plan_of(**FULL)).calibration) == ("assumed", "this CPU")
-
-
-def test_more_devices_take_less_each_and_what_is_shared_out_by_their_number() -> None:
-    taken = {}
-    for count in (2, 8):
-        plan = plan_of(**FULL, **{**FOUR_GPUS, "device": DeviceParams(kind="cuda", count=count)})
-        taken[count] = recorded("text", plan).peaks()["backward"]
-    for entry in ("weights", "gradients", "optimizer"):
-        # The allocator rounds up what is small.
-        assert taken[2][entry] == pytest.approx(4 * taken[8][entry], rel=0.1)
-    assert taken[2]["activations"] == taken[8]["activations"]
-    assert not torch.distributed.is_initialized()
 
 
 def test_balanced_gpus_share_the_layers_and_the_interval_reaches_to_all_that_is_trained_on_one() -> None:
@@ -178,4 +153,4 @@ def test_a_gpu_holds_a_context_and_workspaces_too_and_a_cpu_nothing() -> None:
     # The interval lies around the total as calibrated.
     assert on_gpu.low_bytes == round(on_gpu.total_bytes * (1 + CALIBRATION.reserved_error_low.value))
     assert on_gpu.high_bytes == round(on_gpu.total_bytes * (1 + CALIBRATION.reserved_error_high.value))
-    assert on_cpu.high_bytes == round(on_cpu.total_bytes * (1 + CALIBRATION.allocated_error_high.value))
+    assert on_cpu.high_bytes == round(on_cpu.total_bytes * (1 + predictor.CPU_ERRORS[1]))

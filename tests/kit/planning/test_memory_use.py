@@ -39,10 +39,8 @@ def allocate(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     for name, reading in {
         "device_count": lambda: 3,
         "memory_allocated": lambda gpu: allocated[gpu],
-        "memory_reserved": lambda gpu: 2 * allocated[gpu],
         "max_memory_allocated": lambda gpu: allocated[gpu],
-        "max_memory_reserved": lambda gpu: 2 * allocated[gpu],
-        "mem_get_info": lambda gpu: (24 * GIB - others[gpu] - 2 * allocated[gpu], 24 * GIB),
+        "mem_get_info": lambda gpu: (24 * GIB - others[gpu] - allocated[gpu], 24 * GIB),
     }.items():
         monkeypatch.setattr(torch.cuda, name, reading)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -64,13 +62,12 @@ def test_readings_on_a_cpu_separate_before_model_and_work() -> None:
     # Other tests leave memory in this process. It imports this module, which therefore imports no transformers.
     with multiprocessing.get_context("spawn").Pool(1) as fresh:
         memory, left_bytes, model_bytes = fresh.apply(memory_of_a_process)
-    assert (memory.kind, memory.gpus) == ("cpu_resident", 0)
-    before, after, end = memory.before_load, memory.after_load, memory.end
-    assert before.used_bytes > left_bytes
+    assert memory.gpus == 0
+    assert memory.used_before_bytes > left_bytes
     # With many cores the kernel's count can be some of each core's pages behind.
-    assert after.used_bytes - before.used_bytes == pytest.approx(model_bytes, rel=0.3)
-    assert end.peak_bytes > after.used_bytes + 180 * MIB
-    assert 0 < after.free_bytes <= after.total_bytes == before.total_bytes
+    assert memory.used_loaded_bytes - memory.used_before_bytes == pytest.approx(model_bytes, rel=0.3)
+    assert memory.peak_bytes > memory.used_loaded_bytes + 180 * MIB
+    assert memory.free_loaded_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -95,12 +92,10 @@ def test_a_process_reads_the_gpus_that_it_uses(
         allocate(gpu, (gpu + 1) * GIB)
     log.loaded()
     memory = log.finish("train", "r1")
-    assert (memory.kind, memory.gpus) == ("cuda_allocated", num_gpus)
-    assert memory.before_load.used_bytes == 0
-    assert memory.before_load.free_bytes == free_gib * GIB
-    assert memory.before_load.total_bytes == num_gpus * 24 * GIB
-    assert memory.after_load.used_bytes == memory.end.peak_bytes == used_gib * GIB
-    assert memory.after_load.free_bytes == (free_gib - 2 * used_gib) * GIB
+    assert (memory.gpus, memory.used_before_bytes) == (num_gpus, 0)
+    assert memory.free_before_bytes == free_gib * GIB
+    assert memory.used_loaded_bytes == memory.peak_bytes == used_gib * GIB
+    assert memory.free_loaded_bytes == (free_gib - used_gib) * GIB
 
 
 def test_a_gpus_utilization_power_and_energy_are_sampled_while_a_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
