@@ -72,7 +72,7 @@ LOSS_TILE: int = trl_trainer._CHUNKED_LOGPROB_CHUNK_SIZE
 """Width of the logits that the fused loss computes at once, however small the vocabulary is."""
 
 
-class _NoKernel:
+class NoKernel:
     """A kernel that is launched over a grid and allocates nothing."""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
@@ -99,8 +99,8 @@ def loss_allocates_as_on_gpu() -> Iterator[None]:
     """
     with ExitStack() as stack:
         for module, name, value in (
-            (chunked_logprob, "_forward_kernel", _NoKernel()),
-            (chunked_logprob, "_backward_kernel", _NoKernel()),
+            (chunked_logprob, "_forward_kernel", NoKernel()),
+            (chunked_logprob, "_backward_kernel", NoKernel()),
             (chunked_logprob, "_addmm_fp32", _add_in_place),
             (chunked_logprob, "_use_triton", lambda _: True),
             (chunked_logprob, "triton", _NoTriton),
