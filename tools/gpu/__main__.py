@@ -99,7 +99,7 @@ BENCH: dict[str, dict[str, Any]] = {
     "64 completions for images: 128 at once, one by one": {"recipe": _R1, "ours": 128, "other": 1},
     "64 completions for sentences: 128 at once, one by one": {"recipe": _TEXT, "ours": 128, "other": 1},
 }
-"""What bench.py compares: changes of the plan of a training, None for TRL's trainer without this kit, or the size of a
+"""Comparisons of bench.py: changes of the plan of a training, None for TRL's trainer without this kit, or the size of a
 generation's batch."""
 
 

@@ -27,7 +27,7 @@ SECTIONS = {
     "recipes": "At tiny size, all the way. The training is done twice, and once more killed after a save and resumed.",
     "bench": "The first way against the second, on the tiny models, in turns; the fastest turn of each.",
 }
-"""What each job's table shows."""
+"""Text above each job's table."""
 
 
 def page(name: str, results: Results, keys: Sequence[str]) -> str:
@@ -114,7 +114,7 @@ def context_bytes(results: Results) -> int:
 
 
 def _trainings(results: Results) -> dict[str, dict[str, Any]]:
-    """Those that were measured, by name."""
+    """Data of the measured trainings, by name."""
     found = {key.partition(": ")[2]: data(results, key) for key in results if key.startswith("trainings: ")}
     return {name: each for name, each in found.items() if each}
 

@@ -32,7 +32,7 @@ from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Predic
 from stages.kit.training.batches import FEATURES, packed
 
 CPU_ERRORS = (-0.03, 0.05)
-"""How far from the prediction a CPU's peak may lie, relative to it. Assumed: tests find 0.002."""
+"""Bounds of the error of a CPU's peak, relative to the prediction. Assumed: tests find 0.002."""
 SHALLOW = 2
 """Layers of the smallest recorded model: the first and the last layer differ a little from the others."""
 
