@@ -262,7 +262,7 @@ def calibrate(results: Results, wanted: Sequence[Measurement], path: Path) -> No
 @click.command(help=__doc__)
 @click.option("--budget-s", type=float, default=math.inf, help="After so many seconds nothing more starts.")
 @click.option("--only", default="", help="Measurements whose keys contain this, e.g. 'trainings:'.")
-@click.option("--dry-run", is_flag=True, help="Measure tiny models on this CPU, without kept results, and print the page.")
+@click.option("--dry-run", is_flag=True, help="Measure tiny models on this CPU, each again, and print the page.")
 @click.option(
     "--calibrate", "calibrate_by", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Results."
 )
