@@ -84,9 +84,6 @@ PASSED_TO_JOB = frozenset(
 )
 """Variables that sbatch, and the launcher in the job, read beside those that a stage may get."""
 
-TRACKING_STAGES = frozenset({"train"})
-TRACKING_PREFIX = "WANDB_"
-
 SET = {
     # Bit-for-bit repeatable runs: string hashes, cuBLAS workspaces, the backward of flash-attn.
     "PYTHONHASHSEED": "0",
@@ -186,7 +183,7 @@ def numeric_settings(caller: Mapping[str, str]) -> dict[str, str]:
 
 def _passed(stage: str, caller: Mapping[str, str], names: frozenset[str], *, network: bool) -> dict[str, str]:
     names |= PASSED_WITH_NETWORK if network else frozenset()
-    prefixes = PASSED_PREFIXES + ((TRACKING_PREFIX,) if stage in TRACKING_STAGES else ())
+    prefixes = (*PASSED_PREFIXES, *(("WANDB_",) if stage == "train" else ()))
     return {name: value for name, value in caller.items() if name in names or name.startswith(prefixes)}
 
 
