@@ -55,7 +55,7 @@ def kill(workspace: Workspace, draw: random.Random) -> Meanwhile:
 
 
 def forget_damaged_lock(workspace: Workspace) -> None:
-    """As docs/memory.md says: DVC itself does not recover from a kill while it writes this file."""
+    """Remove the file that a kill left empty, as docs/memory.md says: DVC itself does not recover from that."""
     path = workspace.folder / ".dvc/tmp/rwlock"
     if path.is_file() and not path.read_bytes():
         path.unlink()
