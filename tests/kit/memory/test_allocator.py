@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stages.kit.memory.allocator import (
@@ -143,6 +143,7 @@ def place(size: int, key: int, segments: list[tuple[bool, list[Piece]]]) -> None
 
 
 @given(event_lists())
+@example([(0, 9 * MIB), (1, 9 * MIB), (0, None), (1, None), (2, 15 * MIB)])  # both halves of a segment, joined again
 def test_what_is_reserved_equals_a_plain_search_of_all_blocks(events: list[Event]) -> None:
     assert after(events).reserved_bytes == plain_reserved(events)
 
