@@ -33,8 +33,10 @@ def test_pictures_are_fetched_from_the_hub_where_they_are_there() -> None:
 def test_what_is_sent_to_the_hub_is_checked_before() -> None:
     line = command("publish", "RUN=r4-joint", "TO=owner/name", "SEND=1", tool="-m tools.verify")
     check, _, sending = line.partition(" && ")
-    assert shlex.split(check)[-2:] == ["--published", "data/published/r4-joint"]
-    assert shlex.split(sending)[:5] == [".venv/bin/hf", "upload", "owner/name", "data/published/r4-joint", "--private"]
+    folder = "data/published/r4-joint"
+    # The key that has just signed: without one, the check ends with a code of its own, and nothing would be sent.
+    assert shlex.split(check)[-4:] == ["--published", folder, "--key", f"{folder}/signing-key.pub.pem"]
+    assert shlex.split(sending)[:5] == [".venv/bin/hf", "upload", "owner/name", folder, "--private"]
 
 
 def command(*asked: str, tool: str = "-m tools.") -> str:
