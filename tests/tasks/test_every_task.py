@@ -1,0 +1,47 @@
+"""The lists of tasks that are kept by hand leave none out."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from stages.core.params import load_params
+from stages.core.tasks import load_task
+from stages.kit.reporting.compare import chosen_report
+from tests import ROOT
+from tests.tasks.test_damaged_sources import CORPORA
+from tests.tasks.test_prepared import RECORDS, WRONG
+from tests.test_answers import DATA
+from tests.test_tasks import CASES
+
+TASKS = {path.parent.name for path in ROOT.glob("stages/tasks/*/report.py")}
+
+
+@pytest.mark.parametrize(
+    ("name", "listed", "elsewhere"),
+    [
+        ("RECORDS in tests/tasks/test_prepared.py", RECORDS, {}),
+        ("WRONG in tests/tasks/test_prepared.py", WRONG, {}),
+        (
+            "CORPORA in tests/tasks/test_damaged_sources.py",
+            {corpus.task for corpus in CORPORA.values()},
+            {"detection": "tests/tasks/detection/test_sources.py"},
+        ),
+        ("DATA in tests/test_answers.py", DATA, {}),
+        (
+            "CASES in tests/test_tasks.py",
+            {case.task for case in CASES.values()},
+            {"detection": "tests/test_stages.py", "moe": "tests/test_build.py"},
+        ),
+    ],
+)
+def test_a_list_has_every_task(name: str, listed: Iterable[str], elsewhere: dict[str, str]) -> None:
+    """elsewhere: tasks that are tested in another file, by name."""
+    assert {*listed} == TASKS - elsewhere.keys(), f"{name}: add an entry for each task, or say where else it is tested"
+    assert elsewhere.keys() <= TASKS
+    assert all((ROOT / path).is_file() for path in elsewhere.values())
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_what_matters_is_stated_for_the_metric_that_ranks_a_task(task: str) -> None:
+    params = load_params(ROOT / "params.yaml")
+    assert chosen_report(load_task(task, "report"), params, task).primary.key in params.compare.matters
