@@ -100,13 +100,11 @@ verify: setup ## Check every file against its record; RERUN=STAGE: run it again 
 	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) \
 		$(if $(PUBLISHED),--published '$(PUBLISHED)') $(if $(KEY),--key '$(KEY)')
 
-# 3: as it was signed, by a key that nobody has named; it was signed just now.
 .PHONY: publish
 publish: setup ## Write a run as a folder to publish, data/published/RUN; SEND=1 uploads it (RUN=, TO=OWNER/NAME)
 	@$(if $(RUN),,$(error which run? make publish RUN=r4-joint))
 	@$(offline) $(python) -m dvc repro -s 'publish@$(RUN)'
-	@$(if $(filter-out 0,$(SEND)),{ $(python) -m tools.verify --published 'data/published/$(RUN)' || [ $$? = 3 ]; } && .venv/bin/hf upload \
-		'$(or $(TO),$(error where to? TO=OWNER/NAME))' 'data/published/$(RUN)' --private --commit-message 'Publish $(RUN)',\
+	@$(if $(filter-out 0,$(SEND)),$(python) -m tools.send 'data/published/$(RUN)' '$(or $(TO),$(error where to? TO=OWNER/NAME))',\
 		echo "Look at data/published/$(RUN)/README.md. Nothing was sent; that does: make publish RUN=$(RUN) TO=OWNER/NAME SEND=1")
 
 .PHONY: compare

@@ -267,7 +267,7 @@ def damaged(path: Path, found: Mapping[str, str], *, fix: str) -> UserError:
 
 
 _OF_A_UNION = re.compile(r"constrained-\w+|(literal|tuple)\[.*")
-"""A step of pydantic's that is in no file: the kind that a value with several was compared with."""
+"""A part of pydantic's path that is not in the file: the kind that a value with several was compared with."""
 
 
 def problems(error: ValidationError, kind: Any) -> dict[str, str]:

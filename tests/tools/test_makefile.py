@@ -30,16 +30,11 @@ def test_pictures_are_fetched_from_the_hub_where_they_are_there() -> None:
     assert "HF_HUB_OFFLINE" not in command("data", "DATASET=nutrition-tables"), "params.yaml says where that is"
 
 
-@pytest.mark.parametrize(("checked", "sent"), [(0, True), (3, True), (1, False), (2, False)])
-def test_what_is_sent_to_the_hub_is_checked_before(checked: int, *, sent: bool) -> None:
-    """3: as it was signed, by a key that nobody has named."""
-    line = command("publish", "RUN=r4-joint", "TO=owner/name", "SEND=1", tool="-m tools.verify")
-    check = ".venv/bin/python -m tools.verify --published 'data/published/r4-joint'"
-    upload = ".venv/bin/hf upload 'owner/name' 'data/published/r4-joint' --private"
-    assert check in line
-    assert upload in line
-    tried = line.replace(check, f"(exit {checked})").replace(upload, "echo sent")
-    assert ("sent" in subprocess.run(["sh", "-c", tried], capture_output=True, text=True, check=False).stdout) == sent
+def test_nothing_is_sent_unless_asked() -> None:
+    asked = ("publish", "RUN=r4-joint", "TO=owner/name")
+    line = command(*asked, "SEND=1", tool="-m tools.send")
+    assert shlex.split(line)[-2:] == ["data/published/r4-joint", "owner/name"]
+    assert command(*asked, tool="published/r4-joint").startswith("echo")
 
 
 def command(*asked: str, tool: str = "-m tools.") -> str:

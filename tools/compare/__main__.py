@@ -127,8 +127,8 @@ def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: 
             # DVC waits forever for what ran when the machine went down.
             if pending == waited_for or ("running" in pending.values() and not has_workers()):
                 raise UserError(
-                    f"DVC's queue does not go on with {', '.join(pending)}; see dvc queue status, end what is running "
-                    "there with: dvc queue kill NAME; and go on with the same command"
+                    f"DVC's queue does not go on with {', '.join(pending)}; see dvc queue status: end what is running "
+                    "there with dvc queue kill NAME, or wait for what you started; then go on with this command"
                 )
             waited_for = pending
             dvc("exp", "run", "--run-all", "--jobs", str(jobs))

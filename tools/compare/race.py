@@ -110,7 +110,7 @@ def queue(missing: Mapping[int, Sequence[str]], baselines: Sequence[str], consol
 
 def has_workers() -> bool:
     """Whether anything runs DVC's queue."""
-    return "0 active, 0 idle" not in dvc("queue", "status", stdout=subprocess.PIPE)
+    return ": 0 active, 0 idle" not in dvc("queue", "status", stdout=subprocess.PIPE)
 
 
 def dvc(*arguments: str, stdout: int | None = None) -> str:

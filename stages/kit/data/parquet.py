@@ -126,8 +126,9 @@ def _metadata_is_whole(file: pq.ParquetFile) -> bool:
             for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
                 for index in range(group.num_columns):
                     group.column(index)
-        finally:
             os._exit(0)
+        finally:
+            os._exit(1)
     return os.waitpid(child, 0)[1] == 0
 
 

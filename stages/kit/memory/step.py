@@ -135,7 +135,7 @@ def one_batch_trainer(
     processor: Processor,
     batch: Mapping[str, torch.Tensor],
 ) -> RecipeTrainer:
-    """The real trainer with this batch as every micro-batch, without the start contract and the rehearsal."""
+    """The real trainer with this batch as every micro-batch, without start contract, rehearsal and progress."""
     trainer = make_trainer(
         plan,
         model=model,
@@ -144,8 +144,8 @@ def one_batch_trainer(
         report_to="none",
         logging_strategy="no",
     )
-    trainer.remove_callback(StartContract)
-    trainer.remove_callback(trainer.rehearsal)
+    for callback in (StartContract, trainer.rehearsal, trainer.progress):
+        trainer.remove_callback(callback)
     return trainer
 
 

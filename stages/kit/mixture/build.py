@@ -62,10 +62,6 @@ def build_mixture(
     check_lineages(base_lineage, {name: lineage for name, (_, lineage) in experts.items()})
     with published(built_dir) as folder:
         changes = merge_experts(base_dir, expert_dirs, folder, top_k=top_k)
-        for name, change in changes.items():
-            log.info("expert %s changed the MLPs by %.2g of their norm", name, change.mlp)
-            if change.outside:
-                log.warning("expert %s changed all else by %.2g of its norm, which is lost", name, change.outside)
         parents = {"base": base, **{f"expert/{name}": parent for name, parent in experts.items()}}
         lineage = write_lineage(folder, kind="built", name=built_dir.name, parents=parents)
         processor = load_processor(base_dir, None)
@@ -170,7 +166,7 @@ def merge_experts(base_dir: Path, expert_dirs: Mapping[str, Path], folder: Path,
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     copy_model_files(base_dir, folder, weights=False)
     config.save_pretrained(folder)
-    return {
+    found = {
         name: Change(
             **{
                 where: math.sqrt(change[where] / squares) if squares else math.inf
@@ -179,6 +175,11 @@ def merge_experts(base_dir: Path, expert_dirs: Mapping[str, Path], folder: Path,
         )
         for name, change in zip(expert_dirs, changes, strict=True)
     }
+    for name, of_expert in found.items():
+        log.info("expert %s changed the MLPs by %.2g of their norm", name, of_expert.mlp)
+        if of_expert.outside:
+            log.warning("expert %s changed all else by %.2g of its norm, which is lost", name, of_expert.outside)
+    return found
 
 
 class Checkpoint:

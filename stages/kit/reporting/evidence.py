@@ -224,9 +224,11 @@ def shared(variances: Floats, counts: Floats) -> tuple[Floats, Floats]:
     others = np.where(few, 0, np.maximum(total - freedom, 0))
     squares = np.where(trained, freedom * variances, 0).sum(axis=-1, keepdims=True)
     moderated = (others * squares / np.maximum(total, 1) + freedom * variances) / (others + freedom)
-    # Only its own trainings vouch for what its variance has beyond the others' (Satterthwaite; he has squares).
+    # Only its own trainings vouch for what its variance has beyond the others' (Satterthwaite's formula, with EXPONENT
+    # in place of 2).
     of_others = (squares - freedom * variances) / np.maximum(others, 1)
-    beyond = np.where(variances > moderated, 1 - of_others / np.where(variances > 0, variances, 1), 0)
+    larger = (others > 0) & (variances > moderated)
+    beyond = np.where(larger, 1 - of_others / np.where(variances > 0, variances, 1), 0)
     together = others + freedom
     together = np.minimum(together, 1 / ((1 - beyond) ** EXPONENT / together + beyond**EXPONENT / freedom))
     return np.where(trained, np.maximum(variances, moderated), 0.0), np.where(trained, together, np.inf)

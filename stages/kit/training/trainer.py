@@ -59,7 +59,7 @@ class RecipeTrainer(ResumableTrainer):
         self.plan = plan
         self.validator = validator
         self.gpu_use = GpuUse(range(torch.cuda.device_count()) if plan.on_gpu else ())
-        self.rehearsal = Rehearsal(self)
+        self.rehearsal, self.progress = Rehearsal(self), progress_callback()
         self._scratch = TemporaryDirectory(ignore_cleanup_errors=True)  # Trainer wants a folder, and leaves it empty
         # SFTTrainer and Trainer make the outputs of all input embeddings require gradients under checkpointing. Only
         # its reentrant form needs that; with ours it would send a backward pass through a frozen vision tower.
@@ -74,7 +74,7 @@ class RecipeTrainer(ResumableTrainer):
             train_dataset=Dataset.from_dict({"sample": range(plan.schedule.train_samples)}),
             processing_class=processor,
             data_collator=collator,
-            callbacks=[StartContract(plan), self.rehearsal, progress_callback()],
+            callbacks=[StartContract(plan), self.rehearsal, self.progress],
         )
         self.remove_callback(PrinterCallback)
         if validator is not None:

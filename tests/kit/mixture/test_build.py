@@ -87,7 +87,9 @@ def test_shards_change_nothing(
     assert weights_of(folder).keys() == whole.keys()
 
 
-def test_outside_the_mlps_is_the_base_and_changes_are_measured(base_dir: Path, tmp_path: Path) -> None:
+def test_outside_the_mlps_is_the_base_and_changes_are_measured(
+    base_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     experts = {
         name: save_expert(tmp_path / name, base_dir, seed=seed, outside=0.05) for seed, name in enumerate("ab", 1)
     }
@@ -103,6 +105,9 @@ def test_outside_the_mlps_is_the_base_and_changes_are_measured(base_dir: Path, t
             change = torch.stack([(weights[key] - base[key]).square().sum() for key in names]).sum()
             norm = torch.stack([base[key].square().sum() for key in names]).sum()
             assert getattr(changes[name], where) == pytest.approx((change / norm).sqrt().item(), rel=1e-4)
+        assert (
+            f"expert {name} changed all else by {changes[name].outside:.2g} of its norm, which is lost" in caplog.text
+        )
 
 
 def test_a_mixture_has_the_dtype_of_its_experts(tmp_path: Path) -> None:

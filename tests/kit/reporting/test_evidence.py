@@ -131,6 +131,14 @@ def test_sharing_adds_freedom_and_never_takes_spread_away(variances: Floats, tra
         assert (freedom == 1).all(), "two trainings that failed alike are no evidence of steadiness"
 
 
+@given(arrays(np.float64, (50, 3), elements=st.floats(0, 1e-3)))
+@quick(20)
+def test_nothing_is_shared_where_one_recipe_was_trained_twice(variances: Floats) -> None:
+    moderated, freedom = shared(variances, np.broadcast_to([4.0, 4, 2], variances.shape))
+    assert moderated == pytest.approx(variances)
+    assert (freedom == [3, 3, 1]).all()
+
+
 def test_recipes_share_the_pooled_variance_and_a_base_has_no_part() -> None:
     counts = np.array([3.0, 3, 3, 1])
     moderated, freedom = shared(np.array([2.0, 2, 2, 0]), counts)

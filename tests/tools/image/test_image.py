@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from stages.kit.launcher.apptainer import digest_path, sif_path
 from stages.kit.launcher.engines import CONTAINER_ENGINES
-from stages.kit.launcher.images import image_reference, read_base
+from stages.kit.launcher.images import PINS_VARIABLE, image_reference, read_base
 from tests import ROOT
 from tools.image import __main__ as build
 
@@ -81,6 +81,22 @@ def test_only_cuda_has_a_network_while_it_is_built(machine: Path) -> None:
     _, asked = make(machine, PYTHON, target="cuda")
     assert f"--tag {CUDA}" in asked
     assert "--network" not in asked
+    assert "FLASH_ATTN" not in asked
+
+
+def test_flash_attn_is_compiled_by_choice_with_the_compiler_of_torchs_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pins = (ROOT / "docker/images.yaml").read_text()
+    (cuda,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", (ROOT / "docker/cuda.lock").read_text(), re.MULTILINE)
+    assert f"nvidia/cuda:{cuda}." in pins
+    (tmp_path / "images.yaml").write_text(pins.replace("flash_attn: false", "flash_attn: true"))
+    monkeypatch.setenv(PINS_VARIABLE, str(tmp_path / "images.yaml"))
+    monkeypatch.setattr(build, "wheelhouse_digest", lambda _: 64 * "0")
+    base = read_base(ROOT)
+    for target, compiled in (("cuda", True), ("vllm", True), ("cpu", False)):
+        options = build.build_options(target, base, "bakeoff:x")
+        assert ("FLASH_ATTN=true" in options) == (f"CUDA_DEVEL_IMAGE={base.cuda_devel}" in options) == compiled
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -278,6 +279,7 @@ def _run_worker(environment: Installed, folder: Path) -> tuple[int, str]:
             if line.startswith("answered "):
                 log.info(line)
             elif line:
+                print(line, file=sys.stderr)
                 lines.append(line)
         code = child.wait()
     finally:
