@@ -118,8 +118,8 @@ report: ## Open the last comparison in a browser (TASK=)
 	@echo '$(CURDIR)/$(report)/index.html'
 	@$(python) -m webbrowser 'file://$(CURDIR)/$(report)/index.html' > /dev/null
 
-# Files of tests side by side, one more than cores, as tests wait too, and few, as each process imports torch. One at a
-# time: ARGS="-n 0".
+# Test files run in parallel: one process more than there are cores, because tests also wait; at most 4, because each
+# imports torch. One at a time: ARGS="-n 0".
 in_parallel := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Processes that share the cores compute with one thread each: with two, small models take half as long again.
 one_thread := OMP_NUM_THREADS=1

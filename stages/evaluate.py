@@ -68,7 +68,7 @@ def main(name: str, attempt: int) -> None:
     metrics = evaluation.metrics | ({} if params.scored == "val" else {"split": params.scored})
     metrics |= {f"{FAILURE}{kind}": len(found) for kind, found in failures(evaluation.rows, scoring).items()}
     with published(run_dir / "examples") as examples_dir:
-        write_examples(records[: len(evaluation.rows)], evaluation.rows, scoring, examples_dir)
+        write_examples(records, evaluation.rows, scoring, examples_dir)
     write_rows(evaluation.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
     card_dir = cards_dir(Path("data"), task.name) / name

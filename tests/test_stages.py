@@ -245,7 +245,7 @@ def train_sharded(rank: int, folder: Path) -> None:
     stages.train.main(["r2-vision-only"], standalone_mode=False)
 
 
-def test_two_sharded_processes_train_as_one_does(workspace: Path) -> None:
+def test_two_sharded_processes_train_as_one_does(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For real, on two CPU processes. ddp and resuming: tests/kit/training; torchrun: test_processes.py there."""
     recipe, trained = "r2-vision-only", Path("data/runs/r2-vision-only/trained")
     raw = read_params()
@@ -260,6 +260,11 @@ def test_two_sharded_processes_train_as_one_does(workspace: Path) -> None:
     tiny["device"]["count"], tiny["memory"]["placement"] = 2, "sharded"
     write_params(raw)
     done("plan", recipe)
+    started: list[tuple[int, list[str]]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(stages.train, "run_workers", lambda device, command: started.append((device.count, command)))
+        stages.train.main([recipe, "--attempt", "1"], standalone_mode=False)
+    assert started == [(2, ["stages.train", recipe, "--attempt", "1"])]
     run_two(train_sharded, workspace.parent)
     assert read(trained.parent / "training/training.json")["num_steps"] == 2
     together = load_file(trained / "weights.safetensors")

@@ -28,7 +28,7 @@ COLOURS = {"red": (220, 20, 20), "green": (20, 220, 20), "blue": (20, 20, 220), 
 
 def line(number: int, colour: str) -> str:
     """A conversation: one image without a part for it, two within a text, or none."""
-    answer = {"role": "assistant", "content": colour}
+    answer = {"role": "assistant", "content": json.dumps(colour)}  # JSON, as a metric needs it
     if number % 4 == 0:
         return json.dumps({"messages": [{"role": "user", "content": f"Why {number}?"}, answer]})
     if number % 4 == 1:
@@ -93,14 +93,14 @@ CASES = {
         dataset="conversations",
         baseline="base-assistant",
         recipe="chat-full",
-        scores=["chrf"],
-        columns=["chrF", "Perplexity"],
+        scores=["field_accuracy", "json_valid", "exact", "token_f1", "rouge_l", "chrf"],
+        columns=["Fields", "Valid JSON", "Exact", "Token F1", "ROUGE-L", "chrF", "Perplexity"],
         changes={
             f"{TINY}.bases.assistant": None,  # of vlm
             f"{TINY}.datasets.conversations": {
                 "task": "chat",
                 "source": "folder:talks",
-                "reader": {"metrics": ["chrf", "perplexity"]},
+                "reader": {"metrics": ["json", "exact", "token_f1", "rouge_l", "chrf", "perplexity"]},
             },
             "recipes.chat-full.parts": {"vision": "full", "llm": "full"},
         },

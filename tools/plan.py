@@ -189,14 +189,14 @@ class Predictions:
     """`KEY.KEY=VALUE`, values in place of those of params.yaml."""
     made: dict[str, Any] = field(default_factory=dict)
 
-    def fits(self, recipe: str, device: DeviceParams) -> tuple[Preview, Fit, Fit]:
+    def fits(self, recipe: str, inputs: Inputs, device: DeviceParams) -> tuple[Preview, Fit, Fit]:
         """The preview of a recipe on a device, its plan as the profile has it, and the cheapest change that fits."""
         import transformers
 
         from stages.plan import preview
 
         transformers.logging.set_verbosity_error()  # it warns of the stand-in's tokens
-        inputs, profile = available_inputs(self.params, recipe), replace(self.params.active, device=device)
+        profile = replace(self.params.active, device=device)
         params = replace(self.params, profiles={**self.params.profiles, self.params.profile: profile})
         has_data = inputs.has_tokenizer and inputs.data_dir is not None
         options: dict[str, Any] = {"base_dir": inputs.config_dir, "has_data": has_data, "made": self.made}
@@ -208,7 +208,7 @@ class Predictions:
     def recipe_memory(self, recipe: str, device: DeviceParams) -> tuple[RecipeMemory, list[str]]:
         """The prediction of a recipe on such a device, and its budget and advice in lines."""
         inputs = available_inputs(self.params, recipe)
-        found, fit, cheapest = self.fits(recipe, device)
+        found, fit, cheapest = self.fits(recipe, inputs, device)
         plan, (evaluation, batch_size) = fit.plan, found.evaluation(fit)
         lines = fit.prediction.lines(fit.capacity_bytes)
         changed: dict[str, Any] | None = None
@@ -253,9 +253,9 @@ class Predictions:
         for name in ("memory_gb", "card"):
             before, after = (getattr(device, name) for device in (active.device, cheapest.plan.device))
             if before != after:
-                value = f"{after:g}" if isinstance(after, float) else f"{json.dumps(after)}'"
-                quote = "'" if name == "card" else ""
-                changes.append(f"{quote}{'' if before else '++'}profiles.{profile}.device.{name}={value}")
+                value = f"{after:g}" if isinstance(after, float) else json.dumps(after)
+                change = f"{'' if before else '++'}profiles.{profile}.device.{name}={value}"
+                changes.append(f"'{change}'" if name == "card" else change)
         if active.memory.fit not in ("auto", "fill") and cheapest.changes:
             changes.append(f"++profiles.{profile}.memory.fit=auto")
         return " ".join(["dvc exp run --temp", *(f"-S {change}" for change in changes), stage])
@@ -309,7 +309,8 @@ def main(
 
 def show_all(predictions: Predictions, names: Sequence[str], devices: Sequence[DeviceParams]) -> None:
     """Recipes by GPU, each with the cheapest settings that fit."""
-    rows = [(name, *(_cell(*predictions.fits(name, device)[1:]) for device in devices)) for name in names]
+    inputs = {name: available_inputs(predictions.params, name) for name in names}  # all are known before any takes time
+    rows = [(name, *(_cell(*predictions.fits(name, inputs[name], each)[1:]) for each in devices)) for name in names]
     titles = [device.card or f"{device.memory_gb:g} GB" for device in devices]
     columns = (Column("recipe", "Recipe"), *(Column(title, title) for title in titles))
     Console(highlight=False).print(terminal_table(Table.of(columns, rows)))

@@ -28,9 +28,10 @@ def main(folder: Path, repository: str) -> None:
             f"the licence of what {folder.name} was made from is not known, or its bases have several: write it into "
             f"`licenses` of params.yaml and publish again ({folder / CARD_FILE} names each source)"
         )
-    api = HfApi()
+    api, again = HfApi(), ""
     try:
         click.echo(api.create_repo(repository, private=True))
+        again = f"; send the rest with: .venv/bin/hf upload {repository} {folder}"
         left_out = [pattern for name in UNSIGNED if name != SIGNATURE_FILE for pattern in (name, f"{name}/*")]
         api.upload_folder(
             repo_id=repository,
@@ -39,7 +40,7 @@ def main(folder: Path, repository: str) -> None:
             commit_message=f"Publish {folder.name}",
         )
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"{folder} was not sent to {repository}: {error}") from error
+        raise UserError(f"{folder} was not sent to {repository}: {error}{again}") from error
 
 
 if __name__ == "__main__":

@@ -42,6 +42,9 @@ def test_a_list_has_every_task(name: str, listed: Iterable[str], elsewhere: dict
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
-def test_what_matters_is_stated_for_the_metric_that_ranks_a_task(task: str) -> None:
+def test_a_report_ranks_by_what_matters_and_asks_about_runs_of_params(task: str) -> None:
     params = load_params(ROOT / "params.yaml")
-    assert chosen_report(load_task(task, "report"), params, task).primary.key in params.compare.matters
+    report = chosen_report(load_task(task, "report"), params, task)
+    assert report.primary.key in params.compare.matters
+    asked = {name for question in report.questions for name in (question.ours, question.theirs)}
+    assert asked <= {*params.recipes, *params.baselines}

@@ -25,7 +25,7 @@ from stages.kit.planning.prediction import PHASES, Prediction
 from tests import ROOT
 from tests.documents import write_yaml
 from tools import plan as tool
-from tools.plan import available_data, available_inputs, root_base, trainable_recipes
+from tools.plan import available_data, available_inputs, root_base, same_source, trainable_recipes
 
 GPU_PROFILE = "qwen2-vl-2b-24gb"
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
@@ -260,6 +260,11 @@ def test_a_fetched_base_is_taken_unless_it_is_another_profiles(
 ) -> None:
     folder, found = built(source), available_inputs(with_base(params, wanted) if wanted else params, "r1-llm-only")
     assert (found.config_dir, found.has_tokenizer) == ((folder, True) if taken else (GEOMETRY, False))
+
+
+def test_a_source_is_compared_by_its_whole_name() -> None:
+    assert not same_source("hub:Qwen/AB@d59dcee8", "hub:Qwen/A@main")
+    assert not same_source("folder:photographs-2", "folder:photographs")
 
 
 def with_base(params: Params, source: str) -> Params:

@@ -53,8 +53,9 @@ def sent(folder: Path) -> Result:
 
 def test_repository_is_new_and_private_and_gets_what_was_signed(folder: Path) -> None:
     (folder / ".cache").mkdir()
-    assert (sent(folder).exit_code, sent(folder).output) == (0, "https://hub/owner/name\n")
-    (made, options), (_, upload) = Hub.called[:2]
+    result = sent(folder)
+    assert (result.exit_code, result.output) == (0, "https://hub/owner/name\n")
+    (made, options), (_, upload) = Hub.called
     assert (made, options) == ("create_repo", {"name": "owner/name", "private": True})
     assert (upload["repo_id"], upload["folder_path"]) == ("owner/name", folder)
     assert {".cache/*", ".git/*", ".gitattributes"} <= {*upload["ignore_patterns"]}
@@ -78,4 +79,5 @@ def test_model_of_unknown_licence_is_not_sent(folder: Path) -> None:
 
 def test_failure_of_the_hub_is_one_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hub, "error", RuntimeError("connection lost"))
-    assert sent(folder).output.endswith("was not sent to owner/name: connection lost\n")
+    fix = f"send the rest with: .venv/bin/hf upload owner/name {folder}"
+    assert sent(folder).output.endswith(f"was not sent to owner/name: connection lost; {fix}\n")

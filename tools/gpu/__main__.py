@@ -91,11 +91,13 @@ GENERATION: dict[str, tuple[tuple[dict[str, Any], int, int], ...]] = {
 RECIPES = {"r1-llm-only": None, "r2-vision-only": "none", "amr-baseline": "none"}
 """Recipes that go all the way at tiny size, each with its profile's quantization."""
 _R1, _TEXT = "r1-llm-only", "amr-baseline"
+LIGER = "a step of text: Liger's kernels, torch's"
+"""A comparison that needs a GPU."""
 BENCH: dict[str, dict[str, Any]] = {
     "a step of r1: this kit, a plain TRL script": {"recipe": _R1, "ours": {}, "other": None},
     "a step of r1: features of images kept, computed": {"recipe": _R1, "ours": {"features_bytes": 1}, "other": {}},
     "a step of text: padding-free, padded": {"recipe": _TEXT, "ours": {"padding_free": True}, "other": {}},
-    "a step of text: Liger's kernels, torch's": {"recipe": _TEXT, "ours": {"fused_kernels": True}, "other": {}},
+    LIGER: {"recipe": _TEXT, "ours": {"fused_kernels": True}, "other": {}},
     "64 completions for images: 128 at once, one by one": {"recipe": _R1, "ours": 128, "other": 1},
     "64 completions for sentences: 128 at once, one by one": {"recipe": _TEXT, "ours": 128, "other": 1},
 }
@@ -121,9 +123,8 @@ def measurements(kind: str, facts: Mapping[str, Any]) -> list[Measurement]:
     """All measurements in order. facts: of the device, once they are known."""
     has_bf16 = kind == "cpu" or not facts or tuple(facts["capability"]) >= (8, 0)  # from 8.0 on in hardware
     fallback = {} if has_bf16 else {"precision": "fp16"}
-    capacity = facts.get("memory_bytes") if kind == "cuda" else None
     found = [
-        Measurement("trainings", name_of(setting), {"setting": {**setting, **fallback}, "capacity_bytes": capacity})
+        Measurement("trainings", name_of(setting), {"setting": {**setting, **fallback}})
         for setting in SETTINGS[kind]
         if find_spec("flash_attn") or setting.get("attn") != "flash_attention_2"
     ]
@@ -135,7 +136,7 @@ def measurements(kind: str, facts: Mapping[str, Any]) -> list[Measurement]:
     for recipe, quantization in RECIPES.items():
         task = {"recipe": recipe, "memory": {**memory, "quantization": quantization}}
         found.append(Measurement("recipes", recipe, task))
-    bench = [Measurement("bench", name, task) for name, task in BENCH.items() if kind == "cuda" or "Liger" not in name]
+    bench = [Measurement("bench", name, task) for name, task in BENCH.items() if kind == "cuda" or name != LIGER]
     return found + bench
 
 

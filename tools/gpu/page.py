@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -44,7 +45,7 @@ def page(name: str, results: Results, keys: Sequence[str]) -> str:
             "",
             "## Device and software",
             "",
-            *_table({each: {"found": _cell(each, facts[each])} for each in facts}),
+            *_table({_title(each): {"found": _cell(each, facts[each])} for each in facts}),
         ]
     errors = comparisons(results)
     for job, text in SECTIONS.items():
@@ -71,12 +72,12 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A column for each figure that any row has; figures that are themselves made of others are left out."""
     names = {name: None for row in rows.values() for name, value in row.items() if not isinstance(value, dict)}
     columns = (Column("name", ""), *(Column(name, _title(name)) for name in names))
-    cells = ((_title(row), *(_cell(name, rows[row].get(name)) for name in names)) for row in rows)
+    cells = ((row, *(_cell(name, rows[row].get(name)) for name in names)) for row in rows)
     return markdown(Table.of(columns, cells)).splitlines()
 
 
 def _title(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
+    return re.sub("_s$", ", s", name.removesuffix("_bytes")).replace("_", " ")
 
 
 def _cell(name: str, value: Any) -> Cell:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,19 +140,24 @@ class SideBySide:
     failed: dict[str, int] = field(default_factory=dict)
     """dvc's exit code by stage, in the order in which they ended."""
 
+    @cached_property
+    def chain_lengths(self) -> dict[str, int]:
+        """The number of steps of the longest chain that each begins."""
+        length = dict.fromkeys(self.steps, 1)
+        for name in reversed(length):  # a step comes after those that it waits for
+            for other in self.steps[name].waits_for:
+                length[other] = max(length[other], 1 + length[name])
+        return length
+
     def next_steps(self, *, waiting: Collection[str], running: Collection[str]) -> list[str]:
         """The names of the steps to start now, those first that begin the longest chain of steps.
 
         A step that waits for a failed one is never started. One that wants more GPUs than there are starts when no
         other step has one, and reports the problem itself.
         """
-        length = dict.fromkeys(self.steps, 1)
-        for name in reversed(length):  # a step comes after those that it waits for
-            for other in self.steps[name].waits_for:
-                length[other] = max(length[other], 1 + length[name])
         ready = [name for name in waiting if self.steps[name].waits_for <= set(self.done)]
         chosen: list[str] = []
-        for name in sorted(ready, key=lambda name: -length[name]):
+        for name in sorted(ready, key=lambda name: -self.chain_lengths[name]):
             together = [*running, *chosen]
             used, wanted = sum(self.steps[other].gpus for other in together), self.steps[name].gpus
             if len(together) < self.jobs and (not (wanted and used) or used + wanted <= self.gpus):

@@ -18,8 +18,8 @@ from stages.tasks.amr.samples import graphs
 LENGTHS = range(4, 17)
 """Words in a sentence; its final mark counts as one, as in ViSemPar's tokenized text."""
 
-_LINES = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").splitlines()[1:]
-WORDS = {group: tuple(words) for group, *words in map(str.split, _LINES)}
+_LINES = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").splitlines()
+WORDS = {group: tuple(words) for group, *words in map(str.split, _LINES) if group != "#"}
 CLASSIFIERS = dict(pair.split(":") for pair in WORDS["classifiers"])
 TIMES = {word: word for word in WORDS["times"]} | {"hiện_nay": "now", "bây_giờ": "now"}
 """The concept of each time; ViSemPar writes some of them in English."""

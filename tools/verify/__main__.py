@@ -327,9 +327,9 @@ def _named_key(key: Path | None, folder: Path) -> dict[str, str]:
     own = Path(".bakeoff/signing/key.pem")
     if key is None:
         return {fingerprint(own): "this workspace's own key"} if own.is_file() else {}
-    places = [key.absolute()]
+    places = [Path(os.path.abspath(key))]  # noqa: PTH100  # absolute() keeps `..`, resolve() follows the links
     while places[-1].is_symlink() and len(places) <= 40:
-        places.append(places[-1].parent / places[-1].readlink())
+        places.append(Path(os.path.abspath(places[-1].parent / places[-1].readlink())))  # noqa: PTH100
     within = (
         above.exists() and above.samefile(folder) for place in (*places, key.resolve()) for above in place.parents
     )

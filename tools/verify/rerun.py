@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,8 +27,9 @@ from stages.core.signals import handling
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, source_of
 from stages.kit.launcher.process import forwarded_signals
 from stages.kit.launcher.record import SEEN_BY_STAGES
+from stages.kit.planning.memory_use import StageMemory
 
-_STAGE_MEMORY = ("used_before_bytes", "free_before_bytes", "used_loaded_bytes", "free_loaded_bytes", "peak_bytes")
+_STAGE_MEMORY = tuple(each.name for each in fields(StageMemory) if each.name.endswith("_bytes"))
 MEASURED = {
     "training.json": (
         *("train_seconds", "samples_per_second", "peak_memory_bytes", "reserved_memory_bytes"),

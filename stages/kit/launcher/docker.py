@@ -81,7 +81,7 @@ class Client:
     @property
     def is_podman(self) -> bool:
         """Whether it is podman, also if it is called docker: the package podman-docker installs such a script."""
-        return "host" in self.info
+        return "podman" in Path(self.program).name or "host" in self.info
 
     def problem(self) -> str | None:
         """The reason why the engine cannot be used, in one line; None if it answers."""

@@ -218,7 +218,7 @@ def leasable(gpus: Sequence[Gpu], *, visible: str | None, count: int, holder: st
 
 
 def try_lock(path: Path) -> TextIO | None:
-    """A file, locked (flock) as long as it is open; None if somebody else holds its lock."""
+    """Open a file and take its lock (flock), held until it is closed; None if another process holds it."""
     lock = path.open("a")  # not "w": what the holder wrote stays until there is another
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

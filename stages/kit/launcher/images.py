@@ -32,7 +32,7 @@ PINS_VARIABLE = "BAKEOFF_PINS"
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """docker/images.yaml: what all images are built on."""
+    """docker/images.yaml: the image that all others are built on, and flash-attn by choice."""
 
     image: str
     """Its name, e.g. `python:3.12.14-slim-trixie`."""
@@ -45,6 +45,7 @@ class Base:
     flash_attn: bool = False
     """Whether the images for GPUs have flash-attn, compiled in `cuda_devel`."""
     cuda_devel: str = ""
+    """The image that compiles flash-attn, by digest."""
 
     @property
     def reference(self) -> str:

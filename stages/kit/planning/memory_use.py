@@ -22,7 +22,7 @@ import psutil
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.errors import OutOfMemory
+from stages.core.errors import OutOfMemory, pluralize
 from stages.core.records import Record
 
 log = logging.getLogger("stages")
@@ -105,7 +105,7 @@ class MemoryLog:
 
     def _read(self, when: str) -> Reading:
         reading = gpu_reading(self._gpus) if self._gpus else cpu_reading()
-        what = f"in tensors on {len(self._gpus)} GPU(s)" if self._gpus else "resident"
+        what = f"in tensors on {pluralize(len(self._gpus), 'GPU')}" if self._gpus else "resident"
         used_gib, free_gib = reading.used_bytes / GIB, reading.free_bytes / GIB
         log.info("memory %s: %.2f GiB %s; %.2f GiB free", when, used_gib, what, free_gib)
         return reading

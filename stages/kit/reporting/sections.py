@@ -55,7 +55,6 @@ _NOT_SETTINGS = {"recipe", "trainable", "features_bytes"}
 _MEMORY_KINDS = {
     "cpu_allocated": "tensors on the CPU",
     "cuda_allocated": "tensors on the GPU",
-    "cpu_resident": "the whole process, on the CPU",
 }
 _DONE = {"train": "trained", "merge": "merged", "evaluate": "evaluated", "baseline": "evaluated"}
 """Participle by stage."""
@@ -409,9 +408,7 @@ def memory_table(runs: Sequence[Run]) -> Table:
             memory.used_loaded_bytes,
             memory.peak_bytes,
             memory.free_loaded_bytes,
-            f"tensors on {memory.gpus} GPUs"
-            if memory.gpus > 1
-            else _MEMORY_KINDS["cuda_allocated" if memory.gpus else "cpu_resident"],
+            f"tensors on {pluralize(memory.gpus, 'GPU')}" if memory.gpus else "the whole process, on the CPU",
         )
         for run in runs
         for memory in run.memory

@@ -142,7 +142,7 @@ class RecipeTrainer(ResumableTrainer):
         assert self.plan.validation is not None
         with unchanged(self):
             self.model.eval()  # SFTTrainer logs its own figures of validation in this mode
-            # Those of the first process, or processes that differ in a last digit would decide differently, and wait.
+            # The first process decides for all: one whose figures differ in a last digit would stop when others go on.
             [metrics] = broadcast_object_list([self.validator(self)])
             self.log(metrics)
             self.model.train()

@@ -5,6 +5,7 @@ Copied as pynvml.py to a folder that Python searches first. `gpus` has the field
 """
 
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -31,6 +32,11 @@ def _handle(index: int) -> Any:
     return gpu
 
 
+def _memory(gpu: Any, version: int) -> Any:
+    assert version == _real.nvmlMemory_v2  # version 1 counts what the driver reserves
+    return SimpleNamespace(used=gpu["used_bytes"], total=gpu["total_bytes"])
+
+
 _RESULTS: dict[str, Any] = {
     "nvmlInit": lambda: None,
     "nvmlShutdown": lambda: None,
@@ -40,13 +46,14 @@ _RESULTS: dict[str, Any] = {
     "nvmlDeviceGetUUID": lambda gpu: gpu["uuid"],
     "nvmlDeviceGetName": lambda gpu: gpu["name"],
     "nvmlDeviceGetMinorNumber": lambda gpu: gpu["minor"],
-    "nvmlDeviceGetMemoryInfo": lambda gpu, _: SimpleNamespace(used=gpu["used_bytes"], total=gpu["total_bytes"]),
+    "nvmlDeviceGetMemoryInfo": _memory,
     "nvmlDeviceGetComputeRunningProcesses_v3": lambda gpu: [SimpleNamespace(pid=pid) for pid in gpu["processes"]],
 }
 
 
 def _function(name: str) -> Any:
     def function(*args: Any) -> Any:
+        inspect.signature(getattr(_real, name)).bind(*args)
         if code := _state()["failing"].get(name):
             raise _real.NVMLError(code)
         return _RESULTS[name](*args)

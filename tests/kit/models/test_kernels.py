@@ -18,6 +18,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from stages.core.params.schema import DeviceParams, LoraParams, PartsParams
 from stages.kit.data.conversation import Conversation
+from stages.kit.internals.torch_internals import PatchProjection
 from stages.kit.internals.transformers_internals import attending_by
 from stages.kit.models import kernels
 from stages.kit.models.adapters import apply_recipe
@@ -49,13 +50,24 @@ def test_layer_norm_gradients_do_not_depend_on_threads(bias: bool, request: pyte
     torch.testing.assert_close(ours[0](rows), plain(rows))
 
 
+def test_a_patch_projection_equals_its_convolution_with_a_bias() -> None:
+    shape: dict[str, Any] = {"kernel_size": (2, 7, 7), "stride": (2, 7, 7)}
+    convolution, projection = nn.Conv3d(3, 16, **shape), PatchProjection(3, 16, **shape)
+    projection.load_state_dict(convolution.state_dict())
+    patches = torch.randn(5, 3, 2, 7, 7)
+    torch.testing.assert_close(projection(patches), convolution(patches))
+    with pytest.raises(AssertionError):
+        projection(torch.randn(1, 3, 2, 14, 7))
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_loaded_vision_tower_has_no_convolution_and_the_same_logits_and_gradients(
     hooked: bool, tiny_vlm: Path, probes: list[Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """hooked: accelerate's hooks were there first, as on several GPUs."""
+    torch.backends.cuda.enable_cudnn_sdp(enabled=True)
     model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "it gives wrong answers on a B200"
     if hooked:
         model.model.visual.patch_embed.proj.__class__ = nn.Conv3d
         dispatch_model(model, {"": "cpu"}, force_hooks=True)
@@ -150,7 +162,7 @@ def plain_varlen_attn(
 
 @pytest.mark.parametrize("module", [DECODER, TOWER])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_packed_row_is_one_call_of_flash_attention_on_a_gpu(
+def test_samples_of_a_packed_row_see_themselves_alone_and_on_a_gpu_by_one_call_of_flash_attention(
     monkeypatch: pytest.MonkeyPatch, autocast: bool, module: Any
 ) -> None:
     """torch's kernel runs on a GPU only: its stand-in checks its arguments."""

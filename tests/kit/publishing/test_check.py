@@ -57,6 +57,7 @@ def test_only_a_named_key_makes_a_folder_good(copy: Path, tmp_path: Path) -> Non
     assert (good.exit_code, good.output.splitlines()[-1][:4]) == (0, "OK: ")
     for words in (f"train@{RUN}, 2026-11-21T10:01:00", "commit c0ffee", f"merged {RUN}", "folder data/tiny/qwen2-vl"):
         assert words in good.output
+    assert verify(copy, copy / f"../{key.name}").exit_code == 0, "it lies outside"
     unnamed = verify(copy)
     assert unnamed.exit_code == UNKNOWN_KEY
     assert f"\nsigned by a key you have not named: {fingerprint(key)}\nestablished: " in unnamed.output

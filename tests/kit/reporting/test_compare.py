@@ -100,6 +100,16 @@ def test_missing_runs_limit_the_claims() -> None:
     assert not alone.conclusive
 
 
+def test_every_recipe_is_compared_with_its_base_and_with_each_file_of_answers() -> None:
+    given: dict[str, Any] = {"peer": {"answers": "data/answers/peer.txt"}}
+    names = enumerate(("base", "peer", "b"))
+    runs = {name: run_of(name, scores_around(0.5, seed), given.get(name)) for seed, name in names}
+    bases = {"base": None, "peer": None, "b": "base"}
+    found = compare(REPORT, [score_contender(REPORT, name, [run], baseline=bases[name]) for name, run in runs.items()])
+    assert [insight.topic for insight in found.insights] == ["b against its base", "b against peer"]
+    assert [each.role for each in found.contenders] == ["baseline", "answers", ""]
+
+
 @pytest.mark.parametrize(("num_samples", "words"), [(1, "1 sample is too few"), (5, "5 samples are too few")])
 def test_too_few_samples_decide_nothing(num_samples: int, words: str) -> None:
     runs = (run_of("a", np.linspace(0.1, 0.2, num_samples)), run_of("b", np.linspace(0.8, 0.9, num_samples)))

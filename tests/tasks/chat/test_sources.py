@@ -13,7 +13,7 @@ from stages.core.errors import UserError
 from stages.tasks.chat.samples import Message, Record, image_problems, order_problems, read_split
 from stages.tasks.chat.sources import ParsedConversation, Reader, parse_conversation
 from tests.damage import VALUES, damaged_tree, quick
-from tests.kit.data.images import png
+from tests.kit.data.images import bomb, png
 from tests.tasks import prepare, write_lines
 from tests.tasks.chat.conversations import line, messages
 
@@ -168,7 +168,7 @@ WRONG: list[tuple[Any, list[str]]] = [
     (with_image("\0", "", 7), ["image 1 is '\\x00'", "image 2 is ''", "image 3 is 7"]),
     (with_image({"bytes": "x"}), ["image 1 is {'bytes': 'x'}"]),
     (with_image("a.png", "bad.png"), ["image 2: unreadable image"]),
-    (with_image("bomb.png"), ["image 1: unreadable image: 10000 x 9000 pixels, more than max_image_pixels"]),
+    (with_image("bomb.png"), ["image 1: unreadable image: 10000 x 10000 pixels, more than max_image_pixels"]),
     (with_image("long.png"), ["image 1: unreadable image: 900 x 2 pixels: one side is more"]),
 ]
 
@@ -181,7 +181,7 @@ def test_every_problem_is_named_at_once_or_its_line_left_out(tmp_path: Path) -> 
     (folder / "bad.png").write_text("<html>")
     (folder / "link.png").symlink_to(tmp_path / "a.png")
     os.mkfifo(folder / "pipe.png")
-    Image.new("1", (10_000, 9_000)).save(folder / "bomb.png")
+    (folder / "bomb.png").write_bytes(bomb(10_000))
     (folder / "long.png").write_bytes(png(size=(900, 2)))
     good = [{"messages": messages(f"{number}?", f"{number}"), "who": number} for number in range(20)]
     wrong = [json.dumps({"who": "b", **each} if isinstance(each, dict) else each) for each, _ in WRONG[1:]]

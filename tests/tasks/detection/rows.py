@@ -42,21 +42,21 @@ def record(boxes: list[Box], image_id: str = "a", categories: tuple[str, ...] | 
     return replace(parsed(row(image_id)), boxes=tuple(boxes), categories=categories, labels=labels)
 
 
+def raw_row(row: Row) -> dict[str, Any]:
+    """The row as Open Food Facts has it."""
+    objects = {
+        "bbox": [bbox for _, bbox, _ in row.boxes],
+        "category_id": [0] * len(row.boxes),
+        "category_name": [name for _, _, name in row.boxes],
+    }
+    return {"image_id": row.image_id, "image": {"bytes": row.image, "path": None}, "objects": objects}
+
+
 def write_dataset(folder: Path, **splits: list[Row]) -> Path:
     """A dataset folder as the hub has it, by split."""
     (folder / "data").mkdir(parents=True)
     for split, rows in splits.items():
-        written = [
-            {
-                "image_id": each.image_id,
-                "image": {"bytes": each.image, "path": None},
-                "objects": {
-                    "bbox": [bbox for _, bbox, _ in each.boxes],
-                    "category_id": [0] * len(each.boxes),
-                    "category_name": [name for _, _, name in each.boxes],
-                },
-            }
-            for each in rows
-        ]
-        pq.write_table(pa.Table.from_pylist(written), folder / "data" / f"{split}-00000-of-00001.parquet")
+        pq.write_table(
+            pa.Table.from_pylist(list(map(raw_row, rows))), folder / "data" / f"{split}-00000-of-00001.parquet"
+        )
     return folder

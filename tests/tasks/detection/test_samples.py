@@ -20,7 +20,7 @@ from stages.tasks.detection.sources import row_of
 from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, Reader, parse_row
 from tests.damage import damaged_bytes, damaged_text, damaged_tree, quick
 from tests.kit.data.images import RED, patch_jpeg, png
-from tests.tasks.detection.rows import FORM, parsed, record, row
+from tests.tasks.detection.rows import FORM, parsed, raw_row, record, row
 
 FAMILIES = [name for name, family in ALL.items() if family.vision and family.vision.boxes]
 SIZE = (644, 924)
@@ -242,14 +242,9 @@ def test_targets_are_the_nutrition_tables_in_reading_order() -> None:
     )
 
 
-def raw(image: bytes) -> dict[str, Any]:
-    objects = {"bbox": [[0.1, 0.2, 0.5, 0.9]], "category_name": ["nutrition-table"]}
-    return {"image_id": "0000000000017_1", "image": {"bytes": image, "path": None}, "objects": objects}
-
-
 def test_columns_that_do_not_fit_each_other_are_named() -> None:
     for wrong in ({"bbox": [[0, 0, 1, 1]], "category_name": []}, {"bbox": 3, "category_name": None}):
-        (problem,) = row_of({**raw(png()), "objects": wrong}, "row 0", OPEN_FOOD_FACTS, ()).problems
+        (problem,) = row_of({**raw_row(row()), "objects": wrong}, "row 0", OPEN_FOOD_FACTS, ()).problems
         assert "objects.bbox is" in problem
         assert "two lists of the same length" in problem
 
@@ -258,7 +253,8 @@ def test_columns_that_do_not_fit_each_other_are_named() -> None:
 @quick(150)
 def test_any_damage_to_a_row_gives_a_record_or_problems_in_words(data: st.DataObject) -> None:
     image = data.draw(st.sampled_from([png(), patch_jpeg((0.2, 0.1, 0.9, 0.5), (60, 40), orientation=6)]))
-    damaged = data.draw(st.just(raw(image)) | damaged_tree(raw(image)).filter(lambda tree: isinstance(tree, dict)))
+    whole = raw_row(row(image=image))
+    damaged = data.draw(st.just(whole) | damaged_tree(whole).filter(lambda tree: isinstance(tree, dict)))
     if isinstance(damaged.get("image"), dict) and damaged["image"].get("bytes") == image:
         damaged["image"]["bytes"] = data.draw(st.just(image) | damaged_bytes(image))
     found = parse_row(row_of(damaged, "row 0", OPEN_FOOD_FACTS, ()), Reader(), FORM)
