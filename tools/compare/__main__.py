@@ -126,9 +126,14 @@ def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: 
         if pending := {name: state for name, state in left_out.items() if state in ("queued", "running")}:
             # DVC waits forever for what ran when the machine went down.
             if pending == waited_for or ("running" in pending.values() and not has_workers()):
+                running = " ".join(name for name, state in pending.items() if state == "running")
+                fix = (
+                    f"If nothing runs there any more: dvc queue kill {running}"
+                    if running
+                    else "See dvc queue logs NAME"
+                )
                 raise UserError(
-                    f"DVC's queue does not go on with {', '.join(pending)}; see dvc queue status: end what is running "
-                    "there with dvc queue kill NAME, or wait for what you started; then go on with this command"
+                    f"DVC's queue does not go on with {', '.join(pending)}. {fix}; then go on with this command"
                 )
             waited_for = pending
             dvc("exp", "run", "--run-all", "--jobs", str(jobs))

@@ -83,10 +83,10 @@ def test_a_recipe_with_a_seed_of_its_own_cannot_race() -> None:
 
 def test_a_queue_that_nothing_runs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a restart of the machine DVC takes what ran then for running."""
-    monkeypatch.setattr(command, "comparable", lambda *_: ([], {"tight-pomp": "running"}))
+    monkeypatch.setattr(command, "comparable", lambda *_: ([], {"tight-pomp": "running", "cheap-prow": "queued"}))
     monkeypatch.setattr(command, "has_workers", lambda: False)
     monkeypatch.setattr(command, "dvc", lambda *_: pytest.fail("DVC waits forever"))
-    with pytest.raises(UserError, match=r"with tight-pomp; .* dvc queue kill NAME"):
+    with pytest.raises(UserError, match=r"tight-pomp, cheap-prow\. .*: dvc queue kill tight-pomp;"):
         command.hold_race(project_params(), "detection", 0.03, jobs=1, console=Console(file=io.StringIO()))
 
 
