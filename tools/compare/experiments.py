@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -91,8 +92,12 @@ def left_out_words(reasons: Mapping[str, str]) -> str:
 def named_revisions() -> tuple[dict[str, str], dict[str, str]]:
     """The workspace and HEAD's experiments: (revision by name of the finished, state by name of the others)."""
     command = [sys.executable, "-m", "dvc", "exp", "show", "--csv"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    if shown.returncode != 0:
+    for _ in range(5):
+        shown = subprocess.run(command, capture_output=True, text=True, check=False)
+        if shown.returncode == 0:
+            break
+        time.sleep(2)  # DVC fails while the queue makes or removes the folder of an experiment
+    else:
         raise UserError(f"dvc cannot show its experiments: {shown.stderr.strip()}")
     finished, others = {WORKSPACE: WORKSPACE}, {}
     for row in csv.DictReader(shown.stdout.splitlines()):

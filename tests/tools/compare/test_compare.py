@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from stages.core.errors import UserError
 from stages.core.provenance import records_dir
 from stages.kit.reporting.runs import cards_dir, evaluation_stage
 from tests import ROOT
@@ -255,3 +256,17 @@ def test_experiments_come_from_dvc_with_the_state_of_unfinished_ones(
     assert [each.records["evaluate@r4-joint"].params for each in found] == [{"seed": 42}, {"seed": 43}]
     with pytest.raises(Exception, match="experiment seed-45 cannot be read"):
         fetch("seed-45", "seed-45", "detection", tmp_path / "fetched")
+
+
+def test_dvc_is_asked_again_while_its_queue_makes_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = "Experiment,rev,typ,State\n,main,baseline,\ntight-pomp,0123456,branch_commit,Success\n"
+    error = "failed to show experiments - directory '.dvc/tmp/exps/tmpa/.dvc' does not exist"
+    answers = iter([subprocess.CompletedProcess([], 255, "", error), subprocess.CompletedProcess([], 0, shown, "")])
+    monkeypatch.setattr("tools.compare.experiments.subprocess.run", lambda *_, **__: next(answers))
+    monkeypatch.setattr("tools.compare.experiments.time.sleep", lambda _: None)
+    assert named_revisions()[0]["tight-pomp"] == "0123456"
+    monkeypatch.setattr(
+        "tools.compare.experiments.subprocess.run", lambda *_, **__: subprocess.CompletedProcess([], 255, "", error)
+    )
+    with pytest.raises(UserError, match=r"cannot show its experiments: .* does not exist"):
+        named_revisions()
