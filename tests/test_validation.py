@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.stage_runs import done, refused, small_params, write_params
+from tests.stage_runs import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
 
@@ -74,11 +74,3 @@ def test_a_learning_rate_a_hundred_times_too_high_is_stopped_early(
     assert record["num_steps"] == 6 < 24
     assert {score for _, score in validations.values()} == {0.0}
     assert record["kept_step"] is None
-
-
-def test_the_reports_own_samples_choose_nothing(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(prepared)
-    raw = params(keep="best")
-    raw["scored"] = "selection"
-    write_params(raw)
-    assert f"recipes.{RECIPE}.keep chooses weights by the split selection" in refused("plan", RECIPE)

@@ -201,10 +201,16 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({f"{R1}.validation": {"samples": 0}}, f"{R1}.validation.samples: "),
         ({f"{R1}.validation": {"every_steps": 0}}, f"{R1}.validation.every_steps: "),
         ({f"{R1}.early_stopping": {"patience": 0}}, f"{R1}.early_stopping.patience: "),
-        ({f"{R1}.keep": "best", f"{R1}.validation": None}, f"{R1}.keep: "),
+        ({f"{R1}.keep": "best", f"{R1}.validation": None}, f"{R1}.keep: chooses by validations"),
         (
             {f"{R1}.early_stopping": {"patience": 3}, f"{R1}.validation": {"by": "score", "score_samples": 0}},
             f"{R1}.validation.score_samples: 0",
+        ),
+        ({f"{R1}.keep": "best"}, f"{R1}.keep: chooses weights by the split val"),
+        ({f"{R1}.early_stopping": {"patience": 3}}, f"{R1}.early_stopping: chooses weights by the split val"),
+        (
+            {f"{R1}.keep": "best", "data.selection": 0.15, "scored": "selection"},
+            f"{R1}.keep: chooses weights by the split selection",
         ),
         # Profiles
         ({f"{TINY}.memory.attn": "flash_attention_2"}, f"{TINY}.memory.attn: flash_attention_2 needs"),

@@ -58,7 +58,7 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
     for name, recipe in params.recipes.items():
         yield from _names(f"recipes.{name}", recipe, params)
         yield from _recipe(f"recipes.{name}", recipe)
-        yield from _chosen_by_validation(f"recipes.{name}", recipe)
+        yield from _chosen_by_validation(f"recipes.{name}", recipe, params)
         if recipe.loss == "router-labels":
             yield from _router_labels(f"recipes.{name}", recipe, params.root(name), params)
     yield from _cycles(params)
@@ -125,13 +125,21 @@ def _recipe(here: str, recipe: RecipeParams) -> Problems:
             yield f"{here}.part_learning_rates.{part}", f"set, though parts.{part} is frozen"
 
 
-def _chosen_by_validation(here: str, recipe: RecipeParams) -> Problems:
+def _chosen_by_validation(here: str, recipe: RecipeParams, params: Params) -> Problems:
     chooser = {"keep": recipe.keep == "best", "early_stopping": recipe.early_stopping is not None}
+    split = "selection" if params.data.selection else "val"
+    same = (
+        f"and the report is of it too (scored: {split}): the best of several looks better there than it is; set "
+        "training samples aside to choose by, e.g. data.selection: 0.15"
+        + (", and let scored be val" if split == "selection" else "")
+    )
     for field in (name for name, chooses in chooser.items() if chooses):
         if recipe.validation is None:
             yield f"{here}.{field}", "chooses by validations, and validation is null"
         elif recipe.validation.by == "score" and not recipe.validation.score_samples:
             yield f"{here}.validation.score_samples", f"0, though {field} chooses by the score"
+        if split == params.scored:
+            yield f"{here}.{field}", f"chooses weights by the split {split}, {same}"
 
 
 def _router_labels(here: str, recipe: RecipeParams, root: str, params: Params) -> Problems:

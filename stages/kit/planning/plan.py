@@ -187,8 +187,7 @@ def resolve_plan(
 
     train_samples: number of training samples in the prepared data. has_selection: whether that has a selection split.
     instructions: this environment's.
-    Raises UserError if the effective batch is not divisible by what the devices take at once, or if the weights would
-    be chosen by the samples that the report is of.
+    Raises UserError if the effective batch is not divisible by what the devices take at once.
     """
     recipe, profile = params.recipe(name), params.active
     memory = profile.memory
@@ -252,13 +251,6 @@ def _validation(params: Params, name: str, num_steps: int, split: str) -> Valida
     found = recipe.validation
     if found is None:
         return None
-    chooser = "keep" if recipe.keep == "best" else "early_stopping" if recipe.early_stopping else None
-    if chooser and split == params.scored:
-        raise UserError(
-            f"recipes.{name}.{chooser} chooses weights by the split {split}, and the report is of it too (scored: "
-            f"{split}): the best of several looks better there than it is; set training samples aside to choose by, "
-            "e.g. data.selection: 0.15" + (", and let scored be val" if split == "selection" else "")
-        )
     caps = params.active.validation_limit or found
     every = found.every_steps if found.every_steps >= 1 else max(1, round(found.every_steps * num_steps))
     return Validation(

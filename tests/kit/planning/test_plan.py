@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
-from stages.core.params.schema import DeviceParams, EarlyStoppingParams, Params, ValidationParams
+from stages.core.params.schema import DeviceParams, Params, ValidationParams
 from stages.kit.models.load import load_config
 from stages.kit.planning.plan import Plan, Validation, read_plan, resolve_plan, without_padding
 from tests import ROOT
@@ -65,28 +65,13 @@ def test_validations_are_a_share_of_the_steps_and_no_more_than_the_profile_allow
     assert [validation(PARAMS, samples).every_steps for samples in (1, 320, 3200)] == [1, 15, 150]
     assert (validation(PARAMS).samples, validation(PARAMS).score_samples) == (32, 8)
     assert (validation(PARAMS.on("qwen2-vl-7b-48gb")).samples, validation(PARAMS).split) == (64, "val")
+    set_aside = resolve_plan(PARAMS, "r1-llm-only", train_samples=320, has_selection=True).validation
+    assert set_aside is not None
+    assert set_aside.split == "selection"
     wanted = ValidationParams(every_steps=50, samples=10, score_samples=0)
     found = validation(with_changes({"validation": wanted}))
     assert (found.every_steps, found.samples, found.score_samples) == (50, 10, 0)
     assert resolve_plan(with_changes({"validation": None}), "r1-llm-only", train_samples=320).validation is None
-
-
-CHOICES: list[dict[str, Any]] = [{"keep": "best"}, {"early_stopping": EarlyStoppingParams(patience=3)}]
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_what_chooses_weights_may_not_be_what_reports_them(choice: dict[str, Any]) -> None:
-    params = with_changes(choice)
-
-    def split(params: Params, **facts: Any) -> str:
-        found = resolve_plan(params, "r1-llm-only", train_samples=320, **facts).validation
-        assert found is not None
-        return found.split
-
-    assert split(params, has_selection=True) == "selection"
-    for refused, facts in ((params, {}), (replace(params, scored="selection"), {"has_selection": True})):
-        with pytest.raises(UserError, match=rf"recipes.r1-llm-only.{next(iter(choice))} .*data.selection: 0.15"):
-            split(refused, **facts)
 
 
 @pytest.mark.parametrize("placement", ["ddp", "sharded"])
