@@ -58,7 +58,7 @@ def test_a_recipe_that_overfits_keeps_its_best_weights(prepared: Path, monkeypat
     longer = {"epochs": 15, "lr_schedule": "constant", "validation": {"every_steps": 10, "samples": 24}}
     record, validations = trained(params(keep="best", **longer))
     best = min(validations, key=lambda step: validations[step][0])
-    assert list(validations) == [10, 20, 30]
+    assert list(validations) == [0, 10, 20, 30]
     assert record["kept_step"] == best < record["num_steps"] == 30
     assert (record["validation_loss"], record["validation_score"]) == validations[best]
     assert record["validation_split"] == "selection"

@@ -265,7 +265,7 @@ class ValidationParams:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EarlyStoppingParams:
     patience: Positive
-    """Validations without a new best after which a training stops."""
+    """Validations without a new best after which a training stops; the untrained model's is one of them."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -126,19 +126,23 @@ class TrainingRecord(Record):
         )
 
 
-def best_step(history: Log, plan: Validation) -> int | None:
+def best_step(history: Log, plan: Validation, *, first: int = 1) -> int | None:
     """The step of the best validation so far, the first of equal ones; None before the first.
 
-    A figure that is not a number is worse than any.
+    A figure that is not a number is worse than any. first: 0 lets the untrained model be the best.
     """
     name, sign = (LOSS, 1) if plan.by == "loss" else (SCORE, -1)
-    found = [(int(entry["step"]), sign * entry[name]) for entry in history if name in entry]
+    found = [(int(each["step"]), sign * each[name]) for each in history if name in each and each["step"] >= first]
     return min(found, key=lambda each: (isnan(each[1]), each[1]), default=(None,))[0]
 
 
 def is_over(history: Log, plan: Validation | None) -> bool:
-    """Whether so many validations have followed the best one that the training stops."""
-    if plan is None or plan.patience is None or (best := best_step(history, plan)) is None:
+    """Whether so many validations have followed the best one that the training stops.
+
+    That of the untrained model counts: a learning rate that is far too high throws the model away in its first steps,
+    and from there on the loss may fall to the last step.
+    """
+    if plan is None or plan.patience is None or (best := best_step(history, plan, first=0)) is None:
         return False
     return sum(LOSS in entry and entry["step"] > best for entry in history) >= plan.patience
 

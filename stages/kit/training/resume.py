@@ -63,6 +63,7 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
     (newest,) = trainer.max_over_ranks((checkpoints.newest() or 0) if first else 0)
     trainer.checkpoints, trainer.trace = checkpoints, []
     num_steps = trainer.args.max_steps
+    trainer.args.eval_on_start = not newest and trainer.plan.validation is not None
     if newest:
         log.info("resuming from step %d/%d", newest, num_steps)
     saving = SaveInTime(trainer, params)
@@ -80,7 +81,12 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
     if ended != num_steps and not stopped:
         raise UserError(f"training stopped at step {ended}/{num_steps}")
     if stopped:
-        log.info("stopped early at step %d/%d: no better validation for a while", ended, num_steps)
+        assert trainer.plan.validation is not None
+        best = best_step(trainer.state.log_history, trainer.plan.validation, first=0)
+        log.info(
+            "stopped early at step %d/%d: the last %d validations are no better by %s than that of step %s",
+            *(ended, num_steps, trainer.plan.validation.patience, trainer.plan.validation.by, best or "0, untrained"),
+        )
     trainer.keep_best()
     return trainer.trace
 

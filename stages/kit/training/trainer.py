@@ -137,7 +137,8 @@ class RecipeTrainer(ResumableTrainer):
         return self.optimizer
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Validate. Trainer calls it after a step, before it saves that; nothing of the training changes."""
+        """Validate. Trainer calls it before the first step, and after a step before it saves that; nothing of the
+        training changes."""
         assert self.validator is not None
         assert self.plan.validation is not None
         with unchanged(self):
@@ -150,7 +151,8 @@ class RecipeTrainer(ResumableTrainer):
         control: TrainerControl = self.control  # type: ignore[has-type]
         self.control = control = self.callback_handler.on_evaluate(self.args, self.state, control, metrics)
         step, history = self.state.global_step, self.state.log_history
-        if self.plan.validation.keep_best and best_step(history, self.plan.validation) == step < self.state.max_steps:
+        best = best_step(history, self.plan.validation)
+        if self.plan.validation.keep_best and best == step < self.state.max_steps:
             control.should_save = True
         if is_over(history, self.plan.validation):
             control.should_training_stop = True

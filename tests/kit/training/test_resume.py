@@ -202,8 +202,8 @@ def test_validation_changes_nothing_else_and_a_killed_training_has_the_same_curv
     workplace: Workplace, text_dir: Path, tmp_path: Path
 ) -> None:
     validated = text_workplace(text_dir, tmp_path / "validated").train(VALIDATED, ON_SIGNALS)
-    assert [entry["step"] for entry in validated.log if "eval_loss" in entry] == [1, 2, 3, 4]
-    assert all(validated.curves[f"validation/{name}.tsv"].count("\n") == 5 for name in ("loss", "score"))
+    assert [entry["step"] for entry in validated.log if "eval_loss" in entry] == [0, 1, 2, 3, 4]
+    assert all(validated.curves[f"validation/{name}.tsv"].count("\n") == 6 for name in ("loss", "score"))
     for step in (2, 3, 3):
         workplace.interrupt(VALIDATED, at=At(step, kill))
     workplace.train(VALIDATED).assert_same(validated)
@@ -219,7 +219,7 @@ def chosen(**changes: Any) -> Plan:
 def test_the_best_weights_are_kept_though_it_is_killed_and_loses_them(
     text_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan, scores = chosen(keep_best=True), {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.5}
+    plan, scores = chosen(keep_best=True), {0: 1.0, 1: 0.1, 2: 0.9, 3: 0.2, 4: 0.5}
     one_kept = replace(EVERY_STEP, keep=1)
     calm = text_workplace(text_dir, tmp_path / "calm", scores)
     kept = calm.train(plan, replace(ON_SIGNALS, keep=1))
@@ -240,7 +240,7 @@ def test_the_best_weights_are_kept_though_it_is_killed_and_loses_them(
 def test_it_stops_early_and_does_not_go_on_when_resumed(
     text_dir: Path, tmp_path: Path, undisturbed: Outcome, end: Callable[[], None]
 ) -> None:
-    plan, scores = chosen(patience=2), {1: 0.5, 2: 0.5, 3: 0.4, 4: 0.9}
+    plan, scores = chosen(patience=2), {0: 0.1, 1: 0.5, 2: 0.5, 3: 0.4, 4: 0.9}
     workplace = text_workplace(text_dir, tmp_path, scores)
     if end is kill:
         workplace.interrupt(plan, at=At(3, kill))
@@ -250,6 +250,16 @@ def test_it_stops_early_and_does_not_go_on_when_resumed(
     assert len(stopped.trace) == 3
     assert workplace.steps[-1] < 3
     assert stopped.trace == undisturbed.trace[:3]
+
+
+def test_it_stops_early_though_it_gets_better_if_the_untrained_model_was_best(
+    text_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="stages")
+    scores = {0: 0.9, 1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}
+    stopped = text_workplace(text_dir, tmp_path, scores).train(chosen(patience=3))
+    assert len(stopped.trace) == 3
+    assert "the last 3 validations are no better by score than that of step 0, untrained" in caplog.text
 
 
 def test_a_killed_training_with_images_and_dropout_on_weights_in_4_bits(build: Build, tmp_path: Path) -> None:
@@ -432,7 +442,7 @@ def test_processes_that_train_together_end_and_resume_together(tmp_path: Path) -
             assert found["codes"] == [128 + signal.SIGTERM, 0]
             assert found["steps"] == [3, 3]
             assert found["resumed"] == found["undisturbed"]
-            assert len(found["validations"]) == 4
+            assert len(found["validations"]) == 5
             assert all(loss == pytest.approx(-score, rel=1e-5) for loss, score in found["validations"])
             own = {"weights", "optimizer"} if rank == 0 or placement == "sharded" else set()
             assert {"weights", "optimizer", "random"} & set(found["saved"]) == {"random", *own}
