@@ -65,12 +65,15 @@ def test_a_recipe_that_overfits_keeps_its_best_weights(prepared: Path, monkeypat
     assert record["final_loss"] < validations[best][0] < validations[30][0], "it has not overfitted"
 
 
+@pytest.mark.parametrize("by", ["loss", "score"])
 def test_a_learning_rate_a_hundred_times_too_high_is_stopped_early(
-    prepared: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     monkeypatch.chdir(prepared)
-    patient = {"early_stopping": {"patience": 2}, "validation": {"every_steps": 2, "by": "score"}}
+    patient = {"early_stopping": {"patience": 2}, "validation": {"every_steps": 2, "by": by}}
     record, validations = trained(params(epochs=12, learning_rate=1.0e-2, **patient))
-    assert record["num_steps"] == 6 < 24
-    assert {score for _, score in validations.values()} == {0.0}
+    assert record["num_steps"] == 4 < 24
     assert record["kept_step"] is None
+    untrained, peak, falling = (loss for loss, _ in validations.values())
+    assert untrained < falling < peak
+    assert [score > 0 for _, score in validations.values()] == [True, False, False]

@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from transformers import PreTrainedModel
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answer import longest_first, prepared_ahead
 from stages.kit.mixture.certificate import Routing
@@ -60,6 +62,11 @@ def answer_log_likelihoods(
             likelihoods[index] = AnswerLikelihood(total, tokens)
         rate = len(likelihoods) / (time.monotonic() - started)
         log.info("scored %d/%d completions  %.1f/s", len(likelihoods), len(conversations), rate)
+    if broken := sum(not isfinite(each.sum_logprob) for each in likelihoods.values()):
+        raise UserError(
+            f"{broken} of {len(likelihoods)} answers have no likelihood, as the model's figures are not finite: its "
+            "training diverged; train with a lower learning_rate"
+        )
     return [likelihoods[index] for index in range(len(conversations))]
 
 

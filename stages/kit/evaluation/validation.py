@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -79,9 +80,11 @@ class Validator:
         """trainer: with its model in evaluation mode."""
         with torch.no_grad():
             found = {LOSS: self._loss(trainer)}
-        if self.score is not None:
+        if self.score is not None and isfinite(found[LOSS]):
             with answering(trainer) as model:
                 found[SCORE] = self.score(model)
+        elif self.score is not None:
+            found[SCORE] = nan  # the model answers nothing that could be scored
         return found
 
     def _loss(self, trainer: RecipeTrainer) -> float:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation import likelihood
 from stages.kit.evaluation.likelihood import answer_log_likelihoods, routing
@@ -53,6 +54,14 @@ def test_the_sum_covers_the_answer_and_the_end_of_its_turn(tiny_dense: Any, monk
         total = sum(logprobs[-len(expected) - 1 + step, token].item() for step, token in enumerate(expected))
         assert found.num_tokens == len(expected)
         assert found.sum_logprob == pytest.approx(total, abs=1e-4)
+
+
+def test_a_model_that_diverged_is_refused(tiny_dense: Any) -> None:
+    model, tokenizer = copy.deepcopy(tiny_dense)
+    with torch.no_grad():
+        model.base_model.norm.weight[0] = torch.nan
+    with pytest.raises(UserError, match="5 of 5 answers have no likelihood"):
+        answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=2)
 
 
 def question(text: str) -> Conversation:
