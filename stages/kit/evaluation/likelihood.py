@@ -64,8 +64,8 @@ def answer_log_likelihoods(
         log.info("scored %d/%d completions  %.1f/s", len(likelihoods), len(conversations), rate)
     if broken := sum(not isfinite(each.sum_logprob) for each in likelihoods.values()):
         raise UserError(
-            f"{broken} of {len(likelihoods)} answers have no likelihood, as the model's figures are not finite: its "
-            "training diverged; train with a lower learning_rate"
+            f"{broken} of {len(likelihoods)} answers have no likelihood, as the model's figures are not finite: they "
+            "overflow, or its weights are not"
         )
     return [likelihoods[index] for index in range(len(conversations))]
 

@@ -136,6 +136,11 @@ def best_step(history: Log, plan: Validation, *, first: int = 1) -> int | None:
     return min(found, key=lambda each: (isnan(each[1]), each[1]), default=(None,))[0]
 
 
+def has_diverged(history: Log) -> bool:
+    """Whether a logged loss is not a number, which weights do not come back from."""
+    return any(isnan(entry.get("loss", 0)) for entry in history)
+
+
 def is_over(history: Log, plan: Validation | None) -> bool:
     """Whether so many validations have followed the best one that the training stops.
 

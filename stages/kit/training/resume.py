@@ -47,7 +47,7 @@ from stages.kit.internals.trl_internals import metric_sums, set_metric_sums
 from stages.kit.models.load import local, whole
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import Checkpoints
-from stages.kit.training.records import Trace, best_step, is_over
+from stages.kit.training.records import Trace, best_step, has_diverged, is_over
 
 log = logging.getLogger(__name__)
 
@@ -70,24 +70,29 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
     with handling(saving.on_signal):
         trainer.add_callback(saving)
         trainer.train(resume_from_checkpoint=str(checkpoints.at(newest)) if newest else None)
-    ended = trainer.state.global_step
-    stopped = is_over(trainer.state.log_history, trainer.plan.validation)
-    if saving.ended_by and not stopped:
+    ended, history = trainer.state.global_step, trainer.state.log_history
+    stopped, diverged = is_over(history, trainer.plan.validation), has_diverged(history)
+    if saving.ended_by and not (stopped or diverged):
         log.info(
             "%s: stopped at step %d/%d, saved at step %d; run the same command to resume",
             *(signal.Signals(saving.ended_by).name, ended, num_steps, trainer.saved_step or 0),
         )
         raise SystemExit(128 + saving.ended_by)
-    if ended != num_steps and not stopped:
+    if ended != num_steps and not (stopped or diverged):
         raise UserError(f"training stopped at step {ended}/{num_steps}")
     if stopped:
         assert trainer.plan.validation is not None
-        best = best_step(trainer.state.log_history, trainer.plan.validation, first=0)
+        best = best_step(history, trainer.plan.validation, first=0)
         log.info(
             "stopped early at step %d/%d: the last %d validations are no better by %s than that of step %s",
             *(ended, num_steps, trainer.plan.validation.patience, trainer.plan.validation.by, best or "0, untrained"),
         )
     trainer.keep_best()
+    if not all(whole(torch.isfinite(each).all()) for each in trainer.trained().values()):
+        raise UserError(
+            f"recipe {trainer.plan.recipe}: training diverged; its weights at step {trainer.kept_step}/{num_steps} are "
+            "not finite; lower its learning_rate, raise its warmup_ratio, or let it keep: best"
+        )
     return trainer.trace
 
 
@@ -228,12 +233,12 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
             log.warning("step %d could not be saved: %s", self.state.global_step, error)
         return self.max_over_ranks(int(failed)) == (0,)
 
-    def _trained(self) -> dict[str, torch.nn.Parameter]:
+    def trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
 
     def _captured(self) -> dict[str, Any]:
         """The state of this process. Without sharding, weights and optimizer are the same in all of them."""
-        trained, scaler = self._trained(), self.accelerator.scaler
+        trained, scaler = self.trained(), self.accelerator.scaler
         state = {
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else None,
@@ -268,7 +273,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
         if "weights" not in found:
             first = load_state(checkpoint / _file_of(0))
             found |= {name: first[name] for name in ("weights", "optimizer")}
-        weights, trained = found.pop("weights"), self._trained()
+        weights, trained = found.pop("weights"), self.trained()
         assert trained.keys() == weights.keys(), trained.keys() ^ weights.keys()
         for name, parameter in trained.items():
             local(parameter.data).copy_(weights[name])

@@ -38,7 +38,7 @@ from stages.kit.models.prompts import Processor
 from stages.kit.planning.memory_use import GpuUse
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import FEATURES, IGNORED
-from stages.kit.training.records import LOSS, SCORE, best_step, is_over
+from stages.kit.training.records import LOSS, SCORE, best_step, has_diverged, is_over
 from stages.kit.training.resume import ResumableTrainer, random_state, set_random_state
 
 log = logging.getLogger(__name__)
@@ -160,8 +160,13 @@ class RecipeTrainer(ResumableTrainer):
         return metrics
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Trainer's, with the GPU's utilization and power for Weights & Biases; nothing more on a CPU."""
+        """Trainer's, with the GPU's utilization and power for Weights & Biases; nothing more on a CPU.
+
+        A training that has diverged ends here, but not under fp16, which skips a step that overflows.
+        """
         super().log({**logs, **self.gpu_use.latest()}, *args, **options)
+        if self.plan.precision != "fp16" and has_diverged(self.state.log_history):
+            self.control.should_training_stop, self.control.should_save = True, False
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Trainer's own visits every parameter in each micro-batch, for a figure that nothing shows."""

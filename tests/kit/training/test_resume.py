@@ -25,6 +25,7 @@ from bitsandbytes.optim import PagedAdamW8bit
 from torch.utils._pytree import tree_leaves
 
 import stages
+from stages.core.errors import UserError
 from stages.core.lineage import Lineage, json_digest
 from stages.core.params.schema import CheckpointParams, DeviceParams, LoraParams, PartsParams
 from stages.core.signals import ENDING, handling
@@ -262,14 +263,16 @@ def test_it_stops_early_though_it_gets_better_if_the_untrained_model_was_best(
     assert "the last 3 validations are no better by score than that of step 0, untrained" in caplog.text
 
 
-def test_a_model_that_diverged_is_not_asked_and_ends_its_training(text_dir: Path, tmp_path: Path) -> None:
-    plan = chosen(patience=3)
-    rates = dict.fromkeys(plan.schedule.learning_rates, 1e30)
-    asked = {0: 0.5, 1: 0.5}  # the first step's rate is 0, as it warms up
-    diverged = replace(plan, schedule=replace(plan.schedule, learning_rates=rates))
-    stopped = text_workplace(text_dir, tmp_path, asked).train(diverged)
-    assert stopped.curves["validation/score.tsv"].split()[2:] == ["0", "0.5", "1", "0.5", "2", "nan", "3", "nan"]
-    assert len(stopped.trace) == 3
+def test_a_training_that_diverged_ends_and_leaves_no_weights_but_its_best(text_dir: Path, tmp_path: Path) -> None:
+    rates = dict.fromkeys(FULL.schedule.learning_rates, 1e30)
+    diverging = replace(FULL, schedule=replace(FULL.schedule, learning_rates=rates))
+    with pytest.raises(UserError, match="training diverged; its weights at step 3/4 are not finite"):
+        text_workplace(text_dir, tmp_path / "last").train(diverging)
+    asked = {0: 0.5, 1: 0.5}  # the first step's rate is 0, as it warms up; then nothing can be scored
+    validated = replace(diverging, validation=chosen(keep_best=True).validation)
+    kept = text_workplace(text_dir, tmp_path / "best", asked).train(validated)
+    assert kept.curves["validation/score.tsv"].split()[2:] == ["0", "0.5", "1", "0.5", "2", "nan", "3", "nan"]
+    assert all(bool(tensor.isfinite().all()) for tensor in kept.weights.values())
 
 
 def test_a_killed_training_with_images_and_dropout_on_weights_in_4_bits(build: Build, tmp_path: Path) -> None:
