@@ -1,15 +1,18 @@
+import io
 import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
+from PIL import Image
 from ruamel.yaml import YAML
 
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams
 from stages.core.tasks import load_task
 from stages.prepare import prepare
 from tests import ROOT
-from tests.tasks.detection.written import PHOTOS, WRITERS
+from tests.tasks.detection.written import PHOTOS, WRITERS, Photo
 from tools.data.__main__ import main
 
 
@@ -49,6 +52,7 @@ def test_a_folder_is_shown_with_all_that_is_wrong_and_the_entry_that_asks_for_it
 
     entry = YAML(typ="safe").load(ended.stdout.split("params.yaml:")[1])["nutrition-tables"]
     assert entry["reader"]["category"] == ["Nährwerte", "cup", "red lid"]
+    assert f"<|vision_end|>{entry['reader']['prompt']}<|im_end|>" in ended.stdout, "the sample is of what is proposed"
     (workspace / "photos/train/labels/a.txt").write_text("0 0.5 0.5 0.1 0.1\n")
     stats = prepare(DatasetParams(**entry), DataParams(), workspace / "prepared")
     assert stats["splits"]["train"]["records"] == 3
@@ -106,8 +110,41 @@ def test_a_sample_is_shown_with_what_counts_in_the_loss(
     assert ("<|image_pad|> x " in shown) == (task == "detection")
 
 
-def test_an_unknown_recipe_or_a_mix_that_is_not_prepared_is_refused(workspace: Path) -> None:
-    assert (
-        "is called 'amr-mtp' (did you mean 'amr-mtup'?)" in run("--dataset", "visempar", "--recipe", "amr-mtp").output
-    )
-    assert "dvc repro prepare@both-domains" in run("--dataset", "both-domains").output
+@pytest.mark.parametrize(
+    ("recipe", "share", "answer"),
+    [("moe-expert-qmsum", "10%", "The hat is made of coal."), ("moe-gate-labels", "100%", None)],
+)
+def test_a_recipe_alone_shows_its_own_dataset_mixes_included(
+    workspace: Path, recipe: str, share: str, answer: str | None
+) -> None:
+    ended = run("--recipe", recipe)
+    assert ended.exit_code == 0, ended.output
+    assert f"{share} of the tokens of 64 samples count in the loss of {recipe}" in ended.stdout
+    (counted,) = re.findall("\u27e6([^ ].*?)\u27e7", ended.stdout.partition("\u27e6 \u27e7:")[2], re.DOTALL)
+    assert counted == f"{answer}<|im_end|>" if answer else counted.startswith("<|im_start|>system")
+
+
+def test_a_dataset_is_shown_in_the_form_of_a_recipe_that_trains_on_it(workspace: Path) -> None:
+    assert "count in the loss of moe-expert-qmsum" in run("--dataset", "qmsum").output
+
+
+def test_a_copy_in_another_size_in_another_split_is_shown(workspace: Path) -> None:
+    rows = pq.read_table(ROOT / "data/tiny/nutrition-tables/data/val-00000-of-00001.parquet").to_pylist()
+    photos = [Image.open(io.BytesIO(row["image"]["bytes"])) for row in rows[:4]]
+
+    def photo(number: int, image: Image.Image) -> Photo:
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=70)
+        return Photo(name=f"{number}.jpg", encoded=buffer.getvalue(), boxes=[((0.25, 0.1, 0.5, 0.9), "cup")])
+
+    train = [photo(number, image) for number, image in enumerate(photos[:3])]
+    val = [photo(8, photos[1].reduce(2)), photo(9, photos[3])]
+    WRITERS["yolo"](workspace / "photos", {"train": train, "val": val})
+    output = " ".join(run("photos").output.split())
+    assert "near-duplicates 1 sample: train train/labels/1.txt resembles val val/labels/8.txt" in output
+
+
+def test_an_unknown_recipe_or_no_data_is_refused(workspace: Path) -> None:
+    unknown = run("--dataset", "visempar", "--recipe", "amr-mtp").output
+    assert "is called 'amr-mtp' (did you mean 'amr-mtup'?); there are: amr-baseline, " in unknown
+    assert "DATASET=" in run().output

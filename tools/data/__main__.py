@@ -2,7 +2,7 @@
 
 Reads   a dataset of params.yaml's active profile; or SOURCE, a folder or hub:OWNER/NAME@REVISION of images with boxes
 Writes  .bakeoff/data/NAME.html for images with boxes: twelve of them, and the same figures
-Run     make data DATASET=visempar RECIPE=amr-mtup
+Run     make data DATASET=visempar RECIPE=amr-mtup          one of both is enough
         make data SOURCE=/path/to/photographs
 
 The end is one training sample in the recipe's own form, the tokens that count in its loss coloured. For a folder all
@@ -12,11 +12,11 @@ categories are shown, and the entry for params.yaml; a dataset is shown as param
 from __future__ import annotations
 
 import io
-import logging
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -26,12 +26,11 @@ import click
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ruamel.yaml import YAML
 
-from stages.core.errors import UserError, configure_logging, listed, pluralize, printable
+from stages.core.errors import UserError, configure_logging, join_truncated, listed, pluralize, printable
 from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams, Params
-from stages.core.records import cut, nearest, publish_text, read_record
+from stages.core.records import cut, nearest, publish_text
 from stages.core.tasks import load_task
-from stages.kit.data.prepared import STATS_FILE
 from stages.kit.reporting.page import inline_image
 from stages.prepare import prepare
 from stages.tasks.detection.samples import DetectionRecord
@@ -48,19 +47,20 @@ PAGE_DIR = Path(".bakeoff/data")
 Lines = list[tuple[str, str]]
 """Names of figures, and the figures."""
 
-log = logging.getLogger("stages")
-
 
 @click.command(help=__doc__)
 @click.argument("source", required=False)
-@click.option("--dataset", help="A dataset of params.yaml; with SOURCE, the name to propose.")
+@click.option("--dataset", help="A dataset of params.yaml; the recipe's, if not given; with SOURCE, a name to propose.")
 @click.option("--recipe", help="The recipe whose form a sample is shown in; the first of the dataset's, if not given.")
 @click.option("--format", "form", type=click.Choice(get_args(DataForm)), help="Of the folder, if it is ambiguous.")
 def main(source: str | None, dataset: str | None, recipe: str | None, form: DataForm | None) -> None:
     configure_logging("data")
     params = load_params()
-    name, chosen = chosen_dataset(params, source, dataset, form)
-    stats, splits = read_dataset(name, chosen)
+    name, chosen = chosen_dataset(params, source, dataset, recipe, form)
+    stats, splits = read_dataset(params, name, chosen)
+    if source is not None:
+        reader = proposed_reader(form, splits)
+        splits = {split: [replace(each, **reader.fields()) for each in records] for split, records in splits.items()}
     lines = [("source", chosen.source), *figures(stats, splits)]
     if chosen.task == "detection":
         lines += image_figures(stats, splits)
@@ -83,40 +83,38 @@ def main(source: str | None, dataset: str | None, recipe: str | None, form: Data
         click.echo(f"\n{sample}")
     if source is not None:
         click.echo(
-            f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, chosen.source, form, records)}",
+            f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, chosen.source, reader)}",
             nl=False,
         )
 
 
 def chosen_dataset(
-    params: Params, source: str | None, dataset: str | None, form: DataForm | None
+    params: Params, source: str | None, dataset: str | None, recipe: str | None, form: DataForm | None
 ) -> tuple[str, DatasetParams]:
-    """The dataset of this name, or one of all categories of a folder's images, with the name to propose."""
+    """The dataset of this name or the recipe's, or one of all categories of a folder's images, with the name to
+    propose."""
     if source is None:
-        if dataset is None or form is not None:
-            names = ", ".join(params.active.datasets) or "there is none"
-            raise click.UsageError(f"name a folder, or a dataset alone with --dataset: {names}")
-        return dataset, params.dataset(dataset)
+        name = params.recipe(recipe).data if recipe and not dataset else dataset
+        if name is None or form is not None:
+            raise click.UsageError(
+                "name a recipe (make: RECIPE=), a folder of images (SOURCE=, with FORMAT= if it is ambiguous), or a "
+                f"dataset (DATASET=): {', '.join(params.active.datasets) or 'there is none'}"
+            )
+        return name, params.dataset(name)
     known = [name for name, each in params.active.datasets.items() if each.task == "detection"]
     reader = {"format": form, "category": None, "empty_images": True}
     source = source if source.startswith(("folder:", "hub:")) else f"folder:{source}"
     return dataset or next(iter(known), "data"), DatasetParams(task="detection", source=source, reader=reader)
 
 
-def read_dataset(name: str, chosen: DatasetParams) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """stats.json and the records of each split, invalid samples left out. Raises UserError for a mix that is not
-    prepared yet: its parts are."""
+def read_dataset(params: Params, name: str, chosen: DatasetParams) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """The content of stats.json and the records of each split, invalid samples left out."""
     read_split = load_task(chosen.task, "samples").read_split
     with tempfile.TemporaryDirectory() as folder:
-        prepared_dir = Path(folder) / "prepared"
-        if not chosen.mix:
-            stats = prepare(chosen, DataParams(skip_invalid=True), prepared_dir)
-        elif (stats_path := Path("data/prepared") / name / STATS_FILE).is_file():
-            prepared_dir = stats_path.parent
-            stats = read_record(dict[str, Any], stats_path, fix=f"dvc repro -f -s prepare@{name}")
-        else:
-            raise UserError(f"{name} is a mix, and not prepared yet; run: dvc repro prepare@{name}")
-        return stats, {split: read_split(prepared_dir, split) for split in stats["splits"]}
+        parts = {part: params.dataset(part) for part in chosen.mix or ()}
+        for part, dataset in {**parts, name: chosen}.items():
+            stats = prepare(dataset, DataParams(skip_invalid=True), Path(folder) / part)
+        return stats, {split: read_split(Path(folder) / name, split) for split in stats["splits"]}
 
 
 def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, str]]:
@@ -127,6 +125,8 @@ def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[Any]]) -> It
         found = stats["splits"][split]
         more = f"; {found['leaked_rows']:,} left out, in another split too" if found["leaked_rows"] else ""
         yield f"{split}: samples", f"{len(records):,}; {pluralize(found['invalid_rows'], 'invalid one')}{more}"
+    if near := stats.get("near_duplicates"):
+        yield "near-duplicates", f"{pluralize(len(near), 'sample')}: {join_truncated(near, 3)}"
 
 
 def image_figures(
@@ -156,8 +156,12 @@ def as_trained(
     """
     using = [name for name in trainable_recipes(params) if params.recipe(name).task == task]
     if wanted is not None and wanted not in using:
-        raise UserError(f"no recipe of {task} in profile {params.profile} is called {wanted!r}{nearest(wanted, using)}")
-    of_dataset = [name for name in using if params.recipe(name).data == dataset]
+        there = f"; there are: {', '.join(using)}" if using else ""
+        raise UserError(
+            f"no recipe of {task} in profile {params.profile} is called {wanted!r}{nearest(wanted, using)}{there}"
+        )
+    mixes = [mix for mix, each in params.active.datasets.items() if (each.mix or {}).get(dataset, 0) != 0]
+    of_dataset = [name for data in (dataset, *mixes) for name in using if params.recipe(name).data == data]
     name = wanted or next(iter([*of_dataset, *using]), None)
     inputs = available_inputs(params, name) if name else None
     if name is None or inputs is None or not inputs.has_tokenizer:
@@ -180,8 +184,6 @@ def as_trained(
         beyond = f"{sum(length > limit for length in lengths):,} are longer than the {limit} of {name}"
         half = lengths[len(lengths) // 2]
         lines.append((f"{split}: tokens", f"{lengths[0]} to {lengths[-1]}, half of them at most {half}; {beyond}"))
-    if recipe.loss == "router-labels":
-        return lines, f"{name} teaches its routers the expert of each sample: every token counts"
     records = [
         record
         for record in splits["train"][:MEASURED]
@@ -189,7 +191,8 @@ def as_trained(
     ]
     if not records:
         return lines, ""
-    collate = ConversationCollator(processor, records, converse, loss=recipe.loss, max_length=limit)
+    experts = [0] * len(records) if recipe.loss == "router-labels" else None  # whichever: every token counts
+    collate = ConversationCollator(processor, records, converse, loss=recipe.loss, max_length=limit, experts=experts)
     counted, total = 0, 0
     for number in range(len(records)):
         row = collate.padded_batch([{"sample": number}])
@@ -239,14 +242,21 @@ def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequ
     return path
 
 
-def proposal(name: str, source: str, form: DataForm | None, records: Sequence[DetectionRecord]) -> str:
-    """The entry of params.yaml that asks for every category."""
-    categories = sorted({name for record in records for name in record.categories})
+def proposed_reader(form: DataForm | None, splits: Mapping[str, Sequence[DetectionRecord]]) -> Reader:
+    """Asks for every category that there is."""
+    records = [record for some in splits.values() for record in some]
+    categories = tuple(sorted({name for record in records for name in record.categories}))
+    reader = Reader(format=form, category=categories, empty_images=not all(record.boxes for record in records))
+    return replace(reader, prompt=reader.question())
+
+
+def proposal(name: str, source: str, asked: Reader) -> str:
+    """The entry of params.yaml."""
     reader = {
-        **({"format": form} if form else {}),
-        "category": categories,
-        "prompt": Reader(category=tuple(categories)).question(),
-        **({} if all(record.boxes for record in records) else {"empty_images": True}),
+        **({"format": asked.format} if asked.format else {}),
+        "category": list(asked.categories()),
+        "prompt": asked.prompt,
+        **({"empty_images": True} if asked.empty_images else {}),
     }
     out, yaml = io.StringIO(), YAML()
     yaml.indent(mapping=2, sequence=4, offset=2)
