@@ -107,6 +107,7 @@ SET = {
     "DO_NOT_TRACK": "1",
     "DVC_NO_ANALYTICS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # it takes no other value of DO_NOT_TRACK than "true"
 }
 """Variables of every stage, whatever the caller has set."""
 

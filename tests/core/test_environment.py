@@ -71,6 +71,7 @@ def test_a_stage_without_a_network_is_offline_and_repeatable(environment: Enviro
         found = environment("base", {"HF_HUB_OFFLINE": "0", "PYTHONHASHSEED": "7"}, network=network)
         assert all(found.get(name) == "1" for name in OFFLINE) != network
         assert (found["PYTHONHASHSEED"], found["NCCL_CUMEM_HOST_ENABLE"]) == ("0", "0")
+        assert (found["DO_NOT_TRACK"], found["MLFLOW_DISABLE_TELEMETRY"]) == ("1", "true")  # each takes only its own
 
 
 def test_the_machine_reaches_a_process_and_not_a_container() -> None:

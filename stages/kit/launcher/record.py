@@ -6,6 +6,7 @@ Imports nothing heavy: every stage waits for it.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from stages.kit.launcher.engines import Engine
 from stages.kit.launcher.gpus import driver_version
 from stages.kit.launcher.images import BELOW_VLLM, below
 from stages.kit.launcher.pipeline import DeclaredStage, Request
-from stages.kit.launcher.process import Ended
+from stages.kit.launcher.process import Ended, installed_packages
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan, read_plan
 
@@ -169,11 +170,16 @@ def plan_followed(request: Request, stage: DeclaredStage, attempt: int) -> Plan 
 
 
 def lock_digest(workspace_dir: Path, engine: Engine, *, target: str) -> str | None:
-    """Digest of the lock that the image was built from, or that docker/setup installed completely."""
+    """Digest of the lock that the image was built from, or that docker/setup installed completely; None if another
+    installation has since changed the version of one of its packages."""
     lock = workspace_dir / "docker" / f"{target}.lock"
     if engine.image is None:
-        installed = Path(sys.prefix) / ".bakeoff"
-        if not (installed / "target").is_file():
+        setup_dir = Path(sys.prefix) / ".bakeoff"
+        if not (setup_dir / "target").is_file():
             return None
-        lock = installed / f"{(installed / 'target').read_text().strip()}.lock"
+        lock = setup_dir / f"{(setup_dir / 'target').read_text().strip()}.lock"
+        locked = dict(re.findall(r"^([a-z0-9-]+)==([^ ]+)", lock.read_text(), re.MULTILINE)) if lock.is_file() else {}
+        found = installed_packages(sys.path)
+        if any(found.get(name, version) != version for name, version in locked.items()):
+            return None
     return file_digest(lock) if lock.is_file() else None

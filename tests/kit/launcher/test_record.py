@@ -22,8 +22,8 @@ from stages.core.provenance import Provenance
 from stages.kit.launcher import process as machine
 from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.pipeline import declared_stages
-from stages.kit.launcher.process import cuda_of_torch, installed_packages, this_machine, triton_dir
-from stages.kit.launcher.record import code_digest, git_state, used_params
+from stages.kit.launcher.process import ProcessEngine, cuda_of_torch, installed_packages, this_machine, triton_dir
+from stages.kit.launcher.record import code_digest, git_state, lock_digest, used_params
 from stages.kit.planning.plan import read_plan
 from tests.documents import write_yaml
 from tests.kit.launcher.small_checkout import commit, run, set_gpus, small_checkout
@@ -178,6 +178,23 @@ def test_packages_are_those_that_are_imported(tmp_path: Path) -> None:
         "some-package": "1.0",
         "other": "3",
     }
+
+
+def test_a_lock_whose_packages_were_changed_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installing another program may bring an older package: images are then resized by another Pillow."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (tmp_path / ".bakeoff").mkdir()
+    (tmp_path / ".bakeoff/target").write_text("cpu\n")
+    lock = tmp_path / ".bakeoff/cpu.lock"
+    lock.write_text(
+        "pillow==13.0.0 \\\n    --hash=sha256:0\npywin32==312 ; sys_platform == 'win32' \\\n    --hash=sha256:1\n"
+    )
+    for name in ("pillow-13.0.0", "mlflow-3.17.2"):
+        (tmp_path / f"{name}.dist-info").mkdir()
+    assert lock_digest(tmp_path, ProcessEngine(), target="cpu") == hashlib.sha256(lock.read_bytes()).hexdigest()
+    (tmp_path / "pillow-13.0.0.dist-info").rename(tmp_path / "pillow-12.3.0.dist-info")
+    assert lock_digest(tmp_path, ProcessEngine(), target="cpu") is None
 
 
 def test_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
