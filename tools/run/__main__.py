@@ -34,11 +34,11 @@ from stages.core.params.schema import DeviceParams, Params
 from stages.core.signals import end_with_parent
 from stages.kit.launcher.container import locked
 from stages.kit.launcher.gpus import leasable, read_gpus
+from stages.kit.launcher.logs import LOGS_DIR, log_path
 from stages.kit.launcher.pipeline import gpus_wanted
 from stages.kit.launcher.process import forwarded_signals
 from stages.kit.launcher.slurm import runs_in_slurm
 
-LOGS_DIR = Path(".bakeoff/logs")
 LOCK_PATH = Path(".bakeoff/run.lock")
 POLL_S = 0.05
 SHOWN_LINES = 40
@@ -231,10 +231,6 @@ class SideBySide:
         if left:
             say(f"not started, as they depend on {'them' if len(self.failed) > 1 else 'it'}: {', '.join(left)}")
         return next(iter(self.failed.values()))
-
-
-def log_path(name: str) -> Path:
-    return LOGS_DIR / f"{name.replace('/', '_')}.log"
 
 
 def _ask_to_end(running: Iterable[subprocess.Popen[bytes]], number: int) -> None:

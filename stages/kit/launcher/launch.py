@@ -29,6 +29,7 @@ from stages.core.signals import end_with_own_parent
 from stages.kit.launcher.container import ASIDE_DIR, Outputs, refuse_links_out
 from stages.kit.launcher.engines import Engine, choose_engine
 from stages.kit.launcher.gpus import leased_gpus, refuse_old_driver
+from stages.kit.launcher.logs import log_path, logged
 from stages.kit.launcher.pipeline import TRACKED, Request, declared_stages, item_of
 from stages.kit.launcher.process import STAGES, Ended
 from stages.kit.launcher.record import recorder
@@ -59,7 +60,15 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             error.show()
             return error.exit_code
 
-    sys.exit(run_inside_job(request, run, say) if request.in_job else run())
+    if request.in_job:  # Slurm keeps its log
+        sys.exit(run_inside_job(request, run, say))
+    if request.declared is None:
+        sys.exit(run())
+    path = log_path(request.declared.name, experiment=request.caller.get("DVC_EXP_NAME", ""))
+    refuse_links_out(request.repository_dir, (str(path),))
+    with logged(request.repository_dir / path):
+        code = run()
+    sys.exit(code)
 
 
 def read_request(stage: str, args: tuple[str, ...]) -> Request:
