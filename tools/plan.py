@@ -4,7 +4,8 @@ Reads   params.yaml; the base's geometry; the base's tokenizer and the prepared 
 Run     make plan RECIPE=r1-llm-only PROFILE=qwen2-vl-7b-48gb GPU="RTX 3090"
         make plan PROFILE=qwen2-vl-7b-48gb ALL=1        every recipe of the profile, on GPUs of several sizes
 
---json prints the fields of RecipeMemory.
+With other values than those of params.yaml (--set) it also says what they change. --json prints the fields of
+RecipeMemory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, DeviceParams, Params
 from stages.kit.data.prepared import STATS_FILE, read_origin
-from stages.kit.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit
+from stages.kit.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, time_text
 from stages.kit.models.folders import GEOMETRIES_DIR
 from stages.kit.planning.cards import named_card
 from stages.kit.planning.disk import DiskUse, disk_use
@@ -56,6 +58,8 @@ class RecipeMemory:
     """The batch that the prediction is for, in words."""
     settings: dict[str, str]
     """Settings that the ladder may change, as planned: micro_batch, grad_accumulation, gradient_checkpointing, ..."""
+    trainable: int
+    """Parameters that are trained."""
     memory: MemoryRecord
     """The plan's, with the fields of data/runs/RECIPE/memory.json; its verdict is "fits", "too close", "does not fit",
     or "unknown" if the profile does not give the GPU's size."""
@@ -68,6 +72,23 @@ class RecipeMemory:
     """None on a CPU, in fp32, and for a size that no card of the table has."""
     command: str | None
     """Runs the recipe on this device; None if it does not fit."""
+
+    def difference(self, before: RecipeMemory) -> str:
+        """Everything that another prediction of the recipe has differently: `GiB 4.00 -> 8.00, micro_batch 4 -> 8`."""
+
+        def facts(of: RecipeMemory) -> dict[str, str]:
+            time = next(iter(of.duration.hours.items()), None) if of.duration else None
+            return {
+                "GiB": f"{of.memory.total_gib:.2f}",
+                "trainable": f"{of.trainable:,}",
+                **({f"time on {time[0]}": time_text(time[1])} if time else {}),
+                "verdict": of.memory.verdict,
+                **of.settings,
+            }
+
+        old, new = facts(before), facts(self)
+        changed = [name for name in new if old.get(name, "none") != new[name]]
+        return ", ".join(f"{name} {old.get(name, 'none')} -> {new[name]}" for name in changed) or "nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +254,7 @@ class Predictions:
             base=inputs.source,
             batch=batch,
             settings=settings(plan),
+            trainable=plan.trainable["total"],
             memory=fit.record(evaluation),
             cheapest=changed,
             evaluation_batch_size=batch_size,
@@ -304,6 +326,11 @@ def main(
     click.echo(f"settings  {', '.join(f'{name} {value}' for name, value in answer.settings.items())}")
     click.echo(f"batch     {answer.batch}\ndisk      {answer.disk}")
     click.echo(f"time      {answer.duration}\n" if answer.duration else "")
+    if changes:
+        with suppress(UserError):  # params.yaml may have a mistake that the changes fix
+            own = predictions_for(profile)
+            before, _ = own.recipe_memory(recipe, devices_of(own.params, gpus)[0])
+            lines.append(f"changes   {answer.difference(before)}")
     click.echo("\n".join([*lines, *([f"run it by   {answer.command}"] if answer.command else [])]))
 
 

@@ -120,6 +120,10 @@ def test_other_values_are_tried_without_an_edit(workspace: Path, predicted: list
     small, own = (answer(*on_gpu("r1-llm-only", *more)) for more in (("--set", rank, "--set", "seed=1"), ()))
     assert "disk      456 KiB trained" in small
     assert "disk      3.56 MiB trained" in own
+    assert "changes   trainable 933,888 -> 116,736\n" in small
+    assert "changes" not in own
+    half = answer(*on_gpu("r1-llm-only", "--set", f"profiles.{GPU_PROFILE}.memory.micro_batch=8"))
+    assert "changes   GiB 16.00 -> 8.00, micro_batch 16 -> 8, grad_accumulation 1 -> 2\n" in half
     assert f"-S '++{rank}' -S '++seed=1' evaluate@r1-llm-only" in str(command(small))
     for change, problem in (("recipes.r1-llm-only.lora.ranks=8", "did you mean 'rank'"), ("seed", "KEY.KEY=VALUE")):
         assert problem in ask(*on_gpu("r1-llm-only", "--set", change)).output

@@ -170,7 +170,7 @@ class Duration:
     """Cost by the prices of params.yaml; None without one."""
 
     def __str__(self) -> str:
-        times = ", ".join(f"{card} {_time_text(hours)}" for card, hours in self.hours.items())
+        times = ", ".join(f"{card} {time_text(hours)}" for card, hours in self.hours.items())
         what = f"{self.num_steps:,} steps" if self.num_steps else "no data yet: a step"
         share = f"{'an assumed ' if self.measured == ASSUMED else ''}{self.share_of_peak:.0%} of peak"
         used = "" if self.kwh is None else f"; at most {self.kwh:.2g} kWh"
@@ -208,5 +208,5 @@ def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration 
     )
 
 
-def _time_text(hours: float) -> str:
+def time_text(hours: float) -> str:
     return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min" if hours > 1 / 30 else f"{hours * 3600:.2g} s"
