@@ -311,10 +311,11 @@ class _Preparation(Generic[R]):
     def _refuse_invalid(self, names: Iterable[str]) -> None:
         splits = {name: self.splits[name] for name in names}
         invalid = [f"{place}: {problem}" for split in splits.values() for place, problem in split.invalid]
-        if not invalid or self.data.skip_invalid:
+        empty = " and ".join(name for name, split in splits.items() if split.invalid and not split.num_valid)
+        if not invalid or (self.data.skip_invalid and not empty):
             return
         found = pluralize(sum(split.invalid_rows for split in splits.values()), "invalid sample")
-        if empty := " and ".join(name for name, split in splits.items() if not split.num_valid):
+        if empty:
             expected = f"Expected: {self.rules.expected}; {READ_ON}"
             advice = f"Nothing of {empty} is valid, so data.skip_invalid is no help. {expected}"
         else:
