@@ -2,8 +2,9 @@
 
 An image is described by 256 bits, whether each of its 16 x 16 lowest frequencies is stronger than half of them
 (perceptual hash: Zauner, 2010); a text by the smallest 64 hashes of its runs of three words (a bottom-k sketch: Broder,
-1997). Both find re-encoded, resized and lightly edited copies. Texts of fewer than MIN_RUNS runs are not compared:
-short sentences of one form resemble each other without being copies.
+1997). Both find re-encoded, resized and lightly edited copies. What has too little in it is not compared, as it
+resembles others without being a copy: a blank image or a plain gradient, which lacks most of the frequencies; a text of
+fewer than MIN_RUNS runs.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ TOO_COMMON = 200
 def describe_image(image: Image.Image) -> Description:
     small = np.asarray(image.convert("L").resize((64, 64), Image.Resampling.BOX), dtype=np.float64)
     strengths = (FREQUENCIES @ small @ FREQUENCIES.T).round()  # (16, 16); what is 0 is 0 on every machine
+    if np.count_nonzero(strengths) < strengths.size // 2:
+        return np.empty(0, dtype=np.uint64)
     return np.packbits(strengths > np.median(strengths)).view(np.uint64)
 
 

@@ -159,6 +159,13 @@ def test_different_images_of_one_kind_do_not_resemble_each_other() -> None:
     assert list(near_duplicates(described)) == []
 
 
+def test_blank_images_and_plain_gradients_do_not_resemble_each_other() -> None:
+    gradient = Image.linear_gradient("L")
+    pairs = [(Image.new("L", (40, 30), 255), Image.new("L", (80, 60))), (gradient, gradient.rotate(90))]
+    for one, other in pairs:
+        assert list(near_duplicates({"val": [(0, describe_image(one))], "train": [(0, describe_image(other))]})) == []
+
+
 def test_the_same_image_with_other_metadata_is_the_same_subject() -> None:
     plain, with_metadata = saved("PNG"), saved("PNG", dpi=(300, 300))
     assert plain != with_metadata
