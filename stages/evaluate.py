@@ -54,8 +54,6 @@ def main(name: str, attempt: int) -> None:
     params = load_params()
     task = task_of(params, name)
     samples, scoring = task.samples, task.scoring
-    if hasattr(scoring, "check"):  # before a model is loaded
-        scoring.check()
     records = samples.read_split(Path("data/prepared") / params.subject(name).data, params.scored)
     questions = [samples.conversation(record, answered=False, answer_format=task.answer_format) for record in records]
     run_dir = Path("data/runs") / name
@@ -85,6 +83,8 @@ class Task(NamedTuple):
     samples: ModuleType
     scoring: ModuleType
     answer_format: str | None
+    models: dict[str, Any]
+    """Options of `score`: models that it scores with, besides the evaluated one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +98,14 @@ class Evaluation:
 
 
 def task_of(params: Params, name: str) -> Task:
-    """The task of a run. Raises UserError for an answer format that it does not have."""
+    """The task of a run. Raises UserError for an answer format that it does not have, or a damaged model of its own."""
     subject = params.subject(name)
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
+    models = scoring.models() if hasattr(scoring, "models") else {}
     if name in params.recipes:
-        return Task(subject.task, samples, scoring, read_plan(name).answer_format)
+        return Task(subject.task, samples, scoring, read_plan(name).answer_format, models)
     require_answer_format(samples, subject.answer_format, f"baselines.{name}.answer_format")
-    return Task(subject.task, samples, scoring, subject.answer_format)
+    return Task(subject.task, samples, scoring, subject.answer_format, models)
 
 
 def evaluate_model(
@@ -130,7 +131,7 @@ def evaluate_model(
     )
     if engine and completions:
         certificate, answers = engine.certify(completions, answerer)
-    scored = score_answers(answerer, records, questions, task.scoring, answers=answers)
+    scored = score_answers(answerer, records, questions, task.scoring, answers=answers, **task.models)
     metrics = scored.metrics | {
         "samples_per_second": round(len(records) / (completions.seconds if completions else scored.answer_s), 3),
         "batch_size": answerer.batch_size,

@@ -62,19 +62,19 @@ def score_answers(
     scoring: ModuleType,
     *,
     answers: list[str] | None = None,
+    **options: Any,
 ) -> Scored:
     """Have the model answer the questions of a task's records, and score its answers.
 
-    scoring: module of the task. answers: another engine's, which are scored instead.
+    scoring: module of the task. answers: another engine's, which are scored instead. options: of its `score`.
     """
     started = time.monotonic()
     if answers is None:
         answers = answerer.answers(questions)
     answer_s = time.monotonic() - started
-    options: dict[str, Any] = {}
     samples, answer_format = answerer.model_samples, answerer.answer_format
     if hasattr(samples, "score_options"):
-        options = samples.score_options(records)
+        options |= samples.score_options(records)
     if hasattr(scoring, "candidates"):  # given answers, whose likelihood under the model counts
         from stages.kit.evaluation.likelihood import answer_log_likelihoods, routing
 

@@ -53,8 +53,6 @@ class Validator:
         these names."""
         wanted = plan.validation
         assert wanted is not None
-        if hasattr(scoring, "check"):
-            scoring.check()
         records = samples.read_split(Path(plan.data_dir), wanted.split)
         collator = ConversationCollator.for_plan(plan, processor, records, samples)
         chosen = choose_samples(collator, plan)

@@ -1,9 +1,11 @@
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from dvc.scm import Git
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +25,7 @@ from stages.tasks.moe.scoring import (
     load_bleurt,
     mc1,
     mc2,
+    models,
     nearest_score,
     score,
     summary,
@@ -127,18 +130,30 @@ def save_tokenizer(folder: Path) -> None:
     BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
 
 
-def test_bleurt_without_a_checkpoint_is_none_and_with_one_measures(tmp_path: Path) -> None:
-    assert load_bleurt(tmp_path / "nothing") is None
+def test_bleurt_without_a_checkpoint_is_none_and_with_one_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_bleurt() is None
     stages = {stage.name: stage for stage in declared_stages(ROOT)}
     assert str(BLEURT_DIR.parent) in stages["evaluate@moe-gate"].deps, "a container has to see it"
     assert str(BLEURT_DIR.parent) in stages["baseline@base-moe"].deps
+    assert not Git(ROOT).is_ignored(f"{ROOT / BLEURT_DIR.parent}/"), "DVC has to see what is added there"
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    save_tokenizer(tmp_path)
+    BLEURT_DIR.mkdir(parents=True)
+    save_tokenizer(BLEURT_DIR)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = BertConfig(vocab_size=9, num_labels=1, initializer_range=1.0, **sizes)
-    BertForSequenceClassification(config).save_pretrained(tmp_path)
-    measure = load_bleurt(tmp_path)
+    BertForSequenceClassification(config).save_pretrained(BLEURT_DIR)
+    measure = load_bleurt()
     assert measure is not None
     assert measure("the lamp", "glass") == measure("the lamp", "glass") != measure("the lamp", "clay")
+
+    def scored(**own: Any) -> object:
+        answers = [record.best for record in RECORDS]
+        return score(RECORDS, answers, likelihoods=likelihoods_of(RECORDS), **own)[0]["bleurt_difference"]
+
+    assert isinstance(scored(**models()), float)
+    assert scored() == "unavailable", "a training and a merge score too, and do not have it as an input"

@@ -62,9 +62,10 @@ BLEURT_DIR = Path("data/metrics/bleurt")
 """A BLEURT checkpoint as a transformers folder: a BERT that classifies pairs of texts, with a single output."""
 
 
-def check() -> None:
-    """Raises UserError for an unusable BLEURT checkpoint, before anything is generated."""
-    load_bleurt()
+def models() -> dict[str, Measure | None]:
+    """Options of `score` that only evaluations give: they alone have the models as inputs. Raises UserError for an
+    unusable BLEURT checkpoint, before anything is generated."""
+    return {"bleurt": load_bleurt()}
 
 
 def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
@@ -84,6 +85,7 @@ def score(
     answer_format: None = None,
     likelihoods: Sequence[AnswerLikelihood] = (),
     routing: Sequence[Routing] | None = None,
+    bleurt: Measure | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Score completions, one for each record.
 
@@ -97,7 +99,7 @@ def score(
         raise UserError("the task moe ranks models by perplexity, which takes a model; a file of answers has none")
     expected = sum(len(_candidates(record)) for record in records)
     assert len(likelihoods) == expected, f"{len(likelihoods)} likelihoods for {expected} candidates"
-    left, bleurt, rows = iter(likelihoods), load_bleurt(), []
+    left, rows = iter(likelihoods), []
     measures = MEASURES | ({"bleurt": bleurt} if bleurt else {})
     for index, (record, text) in enumerate(zip(records, answers, strict=True)):
         row = _row(record, text, list(itertools.islice(left, len(_candidates(record)))), measures)
