@@ -141,6 +141,7 @@ class RecipeTrainer(ResumableTrainer):
         training changes."""
         assert self.validator is not None
         assert self.plan.validation is not None
+        self.current_gradient_accumulation_steps = 1  # of a batch that is validated; each step sets its own
         with unchanged(self):
             self.model.eval()  # SFTTrainer logs its own figures of validation in this mode
             # The first process decides for all: one whose figures differ in a last digit would stop when others go on.
