@@ -19,6 +19,7 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import short, verified_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import ExpertParams, RecipeParams, made_by
+from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.kit.data.conversation import Conversation
 from stages.kit.mixture.build import build_mixture
@@ -37,11 +38,11 @@ def main(name: str) -> None:
     build, precision = params.build(name), params.active.memory.precision
     see_only(device := params.active.device.one())
     base_dir = Path("data") / build.base
-    base = base_dir, verified_lineage(base_dir, fix=f"dvc repro -f -s {made_by(build.base)}")
+    base = base_dir, verified_lineage(base_dir, fix=rebuild(made_by(build.base)))
     experts = {}
     for recipe in build.recipes:
         folder = Path("data/runs") / recipe / "merged"
-        experts[recipe] = folder, verified_lineage(folder, fix=f"dvc repro -f -s merge@{recipe}")
+        experts[recipe] = folder, verified_lineage(folder, fix=rebuild(f"merge@{recipe}"))
         require_weights(folder)
     probes = {expert.recipe: probes_of(expert, params.recipe(expert.recipe)) for expert in build.experts}
     memory = MemoryLog(gpus_in_use(device))

@@ -27,7 +27,7 @@ from stages.core.errors import configure_logging
 from stages.core.lineage import Lineage, file_digest
 from stages.core.params import load_params
 from stages.core.params.schema import Params
-from stages.core.records import publish_text, published
+from stages.core.records import publish_text, published, rebuild
 from stages.core.tasks import load_task, require_answer_format
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.parquet import write_rows
@@ -158,10 +158,10 @@ def evaluate_file(
 
 def memory_metrics(run_dir: Path) -> dict[str, float]:
     """Training's predicted and measured memory; empty if memory ran out and training used other settings."""
-    training = TrainingRecord.read(run_dir / "training/training.json")
+    training = TrainingRecord.read(run_dir / "training/training.json", fix=rebuild(f"train@{run_dir.name}"))
     if training.attempt:
         return {}
-    planned = MemoryRecord.read(run_dir / "memory.json")
+    planned = MemoryRecord.read(run_dir / "memory.json", fix=rebuild(f"plan@{run_dir.name}"))
     return beside_measured(planned, training.peak_memory_bytes, on_cpu=training.memory_kind == "cpu_allocated")
 
 

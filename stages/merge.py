@@ -28,7 +28,7 @@ from stages.core.errors import configure_logging
 from stages.core.lineage import require_base, short
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
-from stages.core.records import published
+from stages.core.records import published, rebuild
 from stages.core.tasks import load_task
 from stages.kit.evaluation.answer import Answerer, batch_size_for
 from stages.kit.evaluation.score import score_answers
@@ -55,10 +55,10 @@ def main(recipe: str, attempt: int) -> None:
     trained_lineage, base_lineage = require_base(
         trained_dir,
         base_dir,
-        fix=f"dvc repro -f -s train@{recipe}",
-        fix_base=f"dvc repro -f -s {made_by(plan.base_dir.removeprefix('data/'))}",
+        fix=rebuild(f"train@{recipe}"),
+        fix_base=rebuild(made_by(plan.base_dir.removeprefix("data/"))),
     )
-    quantization = TrainingRecord.read(run_dir / "training/training.json").quantization
+    quantization = TrainingRecord.read(run_dir / "training/training.json", fix=rebuild(f"train@{recipe}")).quantization
     samples, scoring = load_task(plan.task, "samples"), load_task(plan.task, "scoring")
     processor = load_processor(base_dir, plan.images)
     probes = [probe for probe in samples.probes(plan.answer_format) if takes(processor, probe)]

@@ -25,6 +25,7 @@ from stages.core.lineage import verified_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
+from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.folders import read_config, require_weights
@@ -54,7 +55,7 @@ def gather(params: Params, run: str) -> Publication:
     recipe, run_dir = params.recipe(run), DATA_DIR / "runs" / run
     merged_dir, model = certified_model(params, run)
     require_weights(merged_dir)
-    verified_lineage(run_dir / "trained", fix=f"dvc repro -f -s train@{run}")
+    verified_lineage(run_dir / "trained", fix=rebuild(f"train@{run}"))
     report = chosen_report(load_task(recipe.task, "report"), params, recipe.task)
     contenders = read_contenders(params, recipe.task, report, [DATA_DIR])
     contender = next(each for each in contenders if each.name == run)

@@ -28,7 +28,7 @@ from stages.core.errors import configure_logging
 from stages.core.lineage import Lineage, read_lineage, short, verified_lineage, write_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
-from stages.core.records import published
+from stages.core.records import published, rebuild
 from stages.core.tasks import load_task
 from stages.kit.evaluation.validation import Validator
 from stages.kit.mixture.trainer import make_trainer
@@ -135,7 +135,7 @@ def read_base(base_dir: str) -> Lineage:
     """The base's lineage. The first process compares it with the files; if they differ, it ends, and the others with
     it. Raises UserError."""
     read = verified_lineage if is_first_process() else read_lineage
-    lineage = read(Path(base_dir), fix=f"dvc repro -f -s {made_by(base_dir.removeprefix('data/'))}")
+    lineage = read(Path(base_dir), fix=rebuild(made_by(base_dir.removeprefix("data/"))))
     log.info("base %s, content %s", base_dir, short(lineage.digest))
     return lineage
 

@@ -162,7 +162,7 @@ def test_a_base_of_unknown_licence_is_named_before_anybody_sends_it(
     [
         (f"data/report/detection/runs/{RUN}/metrics.json", f"has not been evaluated; run: dvc repro evaluate@{RUN}"),
         (f"data/provenance/detection/train@{RUN}.json", f"dvc checkout data/provenance/detection/train@{RUN}.json"),
-        (f"data/runs/{RUN}/merge.json", f"dvc repro merge@{RUN}"),
+        (f"data/runs/{RUN}/merge.json", f"dvc repro -f -s merge@{RUN}"),
     ],
 )
 def test_a_run_that_is_not_complete_is_not_published(workspace: Path, missing: str, said: str) -> None:

@@ -63,7 +63,7 @@ def use_plan(path: Path) -> None:
 
 
 def use_memory(path: Path) -> None:
-    assert beside_measured(MemoryRecord.read(path), 2**30, on_cpu=True)
+    assert beside_measured(MemoryRecord.read(path, fix="dvc repro plan@r1"), 2**30, on_cpu=True)
 
 
 def use_lineage(path: Path) -> None:
@@ -77,22 +77,22 @@ MERGED = Lineage(kind="merged", name="r1", digest=CERTIFICATE.merged_digest)
 RECORDS = [
     Written("runs/r1-llm-only/plan.yaml", asdict(PLAN), use_plan, "dvc repro -f -s plan@r1-llm-only"),
     Written("runs/r1-llm-only/memory.json", asdict(start(12).record(start(12))), use_memory,
-            "dvc repro -f -s plan@r1-llm-only"),
+            "dvc repro plan@r1"),
     Written("runs/r1/trained/lineage.json", LINEAGE, use_lineage, "dvc repro train@r1"),
-    Written("runs/r1/training/training.json", asdict(TRAINING), lambda path: TrainingRecord.read(path).summary(),
-            "dvc repro -f -s train@r1"),
+    Written("runs/r1/training/training.json", asdict(TRAINING),
+            lambda path: TrainingRecord.read(path, fix="dvc repro train@r1").summary(), "dvc repro train@r1"),
     Written("runs/r1/merge.json", asdict(CERTIFICATE), lambda path: require_certificate(path, MERGED),
-            "dvc repro merge@r1"),
+            "dvc repro -f -s merge@r1"),
     Written("records/train@r1.json", asdict(PROVENANCE), lambda path: list(provenance_of_run(path.parent, "r1")),
             r"rm -f \S+r1\.json && dvc checkout \S+r1\.json"),
-    Written("builds/moe.json", asdict(BUILD_CERTIFICATE), lambda path: BuildCertificate.read(path).problems(),
-            "dvc repro build@moe"),
+    Written("builds/moe.json", asdict(BUILD_CERTIFICATE),
+            lambda path: BuildCertificate.read(path, fix="dvc repro build@moe").problems(), "dvc repro build@moe"),
     Written("prepared/tables/stats.json", {"source": "mix", "parts": {"a": {"source": "folder:a", "asked": 1}}},
             lambda path: read_origin(path.parent), "dvc repro -f -s prepare@tables"),
     Written("runs/r1/metrics.json", {"samples": 40, "mean_iou": 0.5, "split": "val"},
             lambda path: read_record(dict[str, Figure], path, fix="dvc repro evaluate@r1"), "dvc repro evaluate@r1"),
     Written("memory/merge.json", asdict(made_up_memory("merge", "r1")),
-            lambda path: read_record(StageMemory, path, fix="dvc repro merge@r1"), "dvc repro merge@r1"),
+            lambda path: StageMemory.read(path, fix="dvc repro merge@r1"), "dvc repro merge@r1"),
 ]  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_a_moved_workspace_goes_on_and_a_second_merge_changes_no_input_of_others
 
 def test_a_merge_out_of_4_bits_records_its_cost_and_the_report_shows_it(finished: Path) -> None:
     for recipe, quantization in RECIPES.items():
-        certificate = MergeCertificate.read(finished / "data/runs" / recipe / "merge.json")
+        certificate = MergeCertificate.read(finished / "data/runs" / recipe / "merge.json", fix="")
         cost = certificate.quantization_cost
         assert certificate.trained_quantization == quantization
         if quantization == "none":
@@ -184,7 +184,7 @@ def test_what_was_not_certified_is_not_evaluated(workspace: Path) -> None:
     write_lineage(run_dir / "merged", kind="merged", name="r1-llm-only")
     assert "merge.json certifies" in refused("evaluate", "r1-llm-only")
     (run_dir / "merge.json").unlink()
-    assert "dvc repro merge@r1-llm-only" in refused("evaluate", "r1-llm-only")
+    assert "dvc repro -f -s merge@r1-llm-only" in refused("evaluate", "r1-llm-only")
 
 
 def without_merged_models() -> None:
@@ -195,13 +195,13 @@ def without_merged_models() -> None:
 
 def test_a_merge_without_weights_is_evaluated_to_the_same_predictions(workspace: Path) -> None:
     run_dir = workspace / "data/runs/r1-llm-only"
-    kept = MergeCertificate.read(run_dir / "merge.json")
+    kept = MergeCertificate.read(run_dir / "merge.json", fix="")
     before = (run_dir / "predictions.parquet").read_bytes()
     without_merged_models()
     done("merge", "r1-llm-only")
     assert not list((run_dir / "merged").glob("*.safetensors*"))
     lineage = verified_lineage(run_dir / "merged", fix="")
-    certificate = MergeCertificate.read(run_dir / "merge.json")
+    certificate = MergeCertificate.read(run_dir / "merge.json", fix="")
     assert certificate == replace(kept, merged_digest=lineage.digest)
     (run_dir / "predictions.parquet").unlink()
     done("evaluate", "r1-llm-only")
@@ -229,12 +229,12 @@ def test_a_merge_that_others_start_from_keeps_its_weights(workspace: Path) -> No
 
 def test_a_large_merged_model_in_several_files_is_the_same(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = workspace / "data/runs/r2-vision-only"
-    certified = MergeCertificate.read(run_dir / "merge.json")
+    certified = MergeCertificate.read(run_dir / "merge.json", fix="")
     assert weight_files(run_dir / "merged") == {"model.safetensors"}
     monkeypatch.setattr("stages.kit.models.merge.MAX_SHARD_SIZE", "300KB")
     done("merge", "r2-vision-only")
     assert len(weight_files(run_dir / "merged")) > 1
-    again = MergeCertificate.read(run_dir / "merge.json")
+    again = MergeCertificate.read(run_dir / "merge.json", fix="")
     assert again.weights_digest == certified.weights_digest
     assert again.merged_digest == verified_lineage(run_dir / "merged", fix="").digest != certified.merged_digest
 

@@ -19,7 +19,7 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.families import PROMPT_OPTIONS
 from stages.core.params import load_params
 from stages.core.params.schema import Params
-from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, read_certificate
+from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate
 from stages.kit.evaluation.vllm.environment import WORKER, engine_options, installed
 from stages.kit.models.certificate import certified_model
 from stages.kit.reporting.runs import cards_dir, evaluation_stage
@@ -46,26 +46,21 @@ def main(name: str, port: int) -> None:
 def require_certificate(params: Params, name: str, *, model: str, engine: str) -> EngineCertificate:
     """The engine's certificate for these weights on this device. Raises UserError if there is none."""
     path = cards_dir(Path("data"), params.subject(name).task) / name / CERTIFICATE_FILE
-    certificate = read_certificate(path)
+    stage = evaluation_stage(name, trained=name in params.recipes)
+    fix = f"dvc exp run -S ++profiles.{params.profile}.evaluation.engine=vllm {stage}"
+    certificate = EngineCertificate.read(path, fix=fix)
     expected = {
         "model": model,
         "engine": engine,
         "device": device_name(params),
         "precision": params.active.memory.precision,
     }
-    if certificate is None:
-        problem = "is missing or damaged"
-    elif different := [
-        f"{key} {found}" for key, value in expected.items() if (found := getattr(certificate, key)) != value
-    ]:
-        problem = f"is for {', '.join(different)}"
-    else:
-        return certificate
-    stage = evaluation_stage(name, trained=name in params.recipes)
-    raise UserError(
-        f"vLLM has no certificate for {name}: {path} {problem}. Evaluate it by vLLM: "
-        f"dvc exp run -S ++profiles.{params.profile}.evaluation.engine=vllm {stage}"
-    )
+    found = {key: getattr(certificate, key) for key in expected}
+    if different := [f"{key} {found[key]}, not {value}" for key, value in expected.items() if found[key] != value]:
+        raise UserError(
+            f"vLLM has no certificate for {name}: {path} is for {', '.join(different)}; evaluate it by vLLM: {fix}"
+        )
+    return certificate
 
 
 def device_name(params: Params) -> str:

@@ -92,10 +92,6 @@ class Provenance(Record):
     environment: dict[str, str] = field(default_factory=dict)
     """The caller's variables that reached the stage and may change the order of additions."""
 
-    @staticmethod
-    def fix(path: Path) -> str:
-        return f"rm -f {shlex.quote(str(path))} && dvc checkout {shlex.quote(str(path))}"
-
     @property
     def device(self) -> str:
         """The device in words."""
@@ -113,6 +109,12 @@ class Provenance(Record):
         return [path for path in self.changed if path != "params.yaml"]
 
 
+def read_provenance(path: Path) -> Provenance:
+    """Raises UserError, with the command that restores the file, if it is missing or damaged."""
+    name = shlex.quote(str(path))
+    return Provenance.read(path, fix=f"rm -f {name} && dvc checkout {name}")
+
+
 def records_dir(data_dir: Path, task: str) -> Path:
     """Folder of the records of the runs that a task's comparison shows."""
     return data_dir / Path(PROVENANCE_DIR).name / task
@@ -121,4 +123,4 @@ def records_dir(data_dir: Path, task: str) -> Path:
 def provenance_of_run(folder: Path, name: str) -> Iterator[Provenance]:
     """The records of a recipe, or a baseline, in a folder of records, by stage."""
     for path in sorted(folder.glob(f"*@{name}.json")):
-        yield Provenance.read(path)
+        yield read_provenance(path)

@@ -45,24 +45,24 @@ _adapter: Callable[[Any], Any] = cache(TypeAdapter)
 """Made once for each kind, which takes longer than reading a record with it."""
 
 
+def rebuild(stage: str) -> str:
+    """The command that makes the outputs of a stage again, e.g. of "merge@r1"."""
+    return f"dvc repro -f -s {stage}"
+
+
 class Record:
     """Base of a dataclass that one stage writes to a file and others read: JSON, or YAML by the file's suffix."""
 
-    @staticmethod
-    def fix(path: Path) -> str:
-        """The command that makes the file again."""
-        raise NotImplementedError
-
-    def faults(self, path: Path) -> dict[str, str]:
+    def faults(self) -> dict[str, str]:
         """Problems by dotted path that the types do not show."""
         return {}
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Raises UserError, with the command that makes the file again, if it is missing or damaged."""
-        record = read_record(cls, path, fix=cls.fix(path))
-        if faults := record.faults(path):
-            raise damaged(path, faults, fix=cls.fix(path))
+    def read(cls, path: Path, *, fix: str) -> Self:
+        """Raises UserError, with the command `fix` that makes the file again, if it is missing or damaged."""
+        record = read_record(cls, path, fix=fix)
+        if faults := record.faults():
+            raise damaged(path, faults, fix=fix)
         return record
 
     def write(self, path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.core.provenance import Provenance
+from stages.core.provenance import read_provenance
 from stages.kit.launcher.pipeline import declared_stages
 from stages.kit.publishing.check import check_published
 from tests.kit.launcher.small_checkout import commit, run
@@ -92,7 +92,7 @@ def test_inputs_that_are_links_to_dvcs_cache_and_tracked_runs_work_in_containers
 def test_a_run_is_published_and_a_copy_of_it_proves_itself_elsewhere(finished: Path, tmp_path: Path) -> None:
     workspace = copy_of(finished, tmp_path)
     dvc(workspace, "repro", "--single-item", "publish@r4-joint")
-    record = Provenance.read(workspace / "data/provenance/publish@r4-joint.json")
+    record = read_provenance(workspace / "data/provenance/publish@r4-joint.json")
     assert record.engine == ENGINE
     checked = check_published(Path(shutil.copytree(workspace / "data/published/r4-joint", tmp_path / "elsewhere")))
     assert not checked.problems

@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError, join_truncated, listed
 from stages.core.lineage import short
-from stages.core.provenance import PROVENANCE_DIR, Provenance
+from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
 from stages.kit.planning.memory_use import stage_memory_path
 from stages.kit.reporting.runs import cards_dir
 
@@ -43,7 +43,7 @@ class Experiment:
     def records(self) -> dict[str, Provenance]:
         """The launcher's record of each stage that ran, by the stage's name."""
         paths = sorted((self.data_dir / Path(PROVENANCE_DIR).name).rglob("*.json"))
-        return {record.stage: record for record in map(Provenance.read, paths)}
+        return {record.stage: record for record in map(read_provenance, paths)}
 
     def evaluated(self, task: str) -> list[str]:
         """The recipes and baselines that have a card."""

@@ -39,8 +39,8 @@ from stages.core.lineage import (
     short,
     verified_lineage,
 )
-from stages.core.provenance import PROVENANCE_DIR, Provenance
-from stages.core.records import read_plain
+from stages.core.provenance import PROVENANCE_DIR, read_provenance
+from stages.core.records import read_plain, rebuild
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.mixture.certificate import BuildCertificate
 from stages.kit.models.certificate import MergeCertificate
@@ -97,7 +97,7 @@ class Findings:
             if not fix:
                 maker = self.makers.get(path)
                 remove = f"rm -rf {shlex.quote(path)}  # no stage of dvc.yaml makes it"
-                fix = f"dvc repro -f -s {maker.name}" if maker else remove
+                fix = rebuild(maker.name) if maker else remove
             lines = [path, *(f"  {problem}" for problem in dict.fromkeys(problems)), f"  fix it with: {fix}"]
             yield "\n".join([*map(_one_line, lines), ""])
 
@@ -187,11 +187,11 @@ def dvc_changes(outputs: Iterable[str], **variables: str) -> list[tuple[str, str
 def _fix(stage: DeclaredStage, output: str, lineages: Mapping[Path, Lineage]) -> str:
     """The command for an output that differs from dvc.lock: it is damaged, or DVC was killed before it recorded it."""
     with suppress(UserError):
-        made = Provenance.read(Path(stage.provenance or "")).outputs
+        made = read_provenance(Path(stage.provenance or "")).outputs
         if output in {*made, stage.provenance} and all(_digest(path, lineages) == made[path] for path in made):
             return f"dvc commit -f {stage.name}  # good by its record, and newer: dvc was killed before it recorded it"
     place = shlex.quote(output)
-    return f"rm -rf {place} && dvc checkout {place} || dvc repro -f -s {stage.name}"
+    return f"rm -rf {place} && dvc checkout {place} || {rebuild(stage.name)}"
 
 
 def check_objects(findings: Findings, objects: Iterable[Path]) -> None:
@@ -240,7 +240,7 @@ def check_certificates(findings: Findings, lineages: Mapping[Path, Lineage]) -> 
         merged = lineage.kind == "merged"
         path = folder.with_name("merge.json" if merged else f"{folder.name}.json")
         try:
-            certificate = MergeCertificate.read(path) if merged else BuildCertificate.read(path)
+            certificate = (MergeCertificate if merged else BuildCertificate).read(path, fix="")
         except UserError as error:
             findings.add(path, _problem(error))
             continue
@@ -258,7 +258,7 @@ def check_records(findings: Findings, lineages: Mapping[Path, Lineage]) -> int:
     digest_of = functools.cache(functools.partial(_digest, lineages=lineages))
     for path in paths:
         try:
-            record = Provenance.read(path)
+            record = read_provenance(path)
         except UserError as error:
             findings.add(path, _problem(error))
             continue

@@ -21,7 +21,7 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError, listed, pluralize
 from stages.core.given_files import cache_dir
 from stages.core.params import load_params
-from stages.core.provenance import Provenance
+from stages.core.provenance import Provenance, read_provenance
 from stages.core.records import nearest
 from stages.core.signals import handling
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, source_of
@@ -189,4 +189,4 @@ def _launch(folder: Path, stage: DeclaredStage) -> int:
 
 def _record(workspace_dir: Path, stage: DeclaredStage) -> Provenance | None:
     path = workspace_dir / (stage.provenance or "")
-    return Provenance.read(path) if path.is_file() else None
+    return read_provenance(path) if path.is_file() else None

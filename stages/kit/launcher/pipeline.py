@@ -18,7 +18,7 @@ from typing import Any
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.provenance import PROVENANCE_DIR
-from stages.core.records import read_settings
+from stages.core.records import read_settings, rebuild
 from stages.kit.evaluation.vllm.environment import TARGETS
 from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.process import Image, triton_dir
@@ -321,6 +321,7 @@ def host_gib(request: Request) -> float:
         gib += 3 * plan.trainable["total"] * TRAINED_BYTES / GIB
     if not plan.on_gpu:
         with suppress(UserError):
-            record = MemoryRecord.read(runs_dir / request.name / "memory.json")
+            path = runs_dir / request.name / "memory.json"
+            record = MemoryRecord.read(path, fix=rebuild(f"plan@{request.name}"))
             gib += processes * (record.total_gib if stage == "train" else record.evaluation_gib)
     return MARGIN * gib

@@ -20,7 +20,8 @@ from stages.core.environment import numeric_settings
 from stages.core.errors import UserError
 from stages.core.lineage import combined_digest, content_digest, file_digest
 from stages.core.params.schema import Params
-from stages.core.provenance import Provenance
+from stages.core.provenance import Provenance, read_provenance
+from stages.core.records import rebuild
 from stages.kit.launcher.engines import Engine
 from stages.kit.launcher.gpus import driver_version
 from stages.kit.launcher.images import BELOW_VLLM, below
@@ -95,10 +96,10 @@ def recorded_inputs(workspace_dir: Path, stages: Sequence[DeclaredStage], stage:
     for maker in stages:
         read = inputs.keys() & set(maker.written)
         if read and maker.provenance is not None and (record := workspace_dir / maker.provenance).exists():
-            made = Provenance.read(record).outputs
+            made = read_provenance(record).outputs
             wrong += [
                 f"{path} is not what {maker.name} made, by its record in {maker.provenance}; "
-                f"rebuild it with: dvc repro -f -s {maker.name}"
+                f"rebuild it with: {rebuild(maker.name)}"
                 for path in sorted(read)
                 if made.get(path) not in (None, inputs[path])
             ]

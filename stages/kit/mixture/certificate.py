@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from stages.core.records import Record
 
@@ -60,11 +59,7 @@ class BuildCertificate(Record):
     def digest(self) -> str:
         return self.built_digest
 
-    @staticmethod
-    def fix(path: Path) -> str:
-        return f"dvc repro build@{path.stem}"
-
-    def faults(self, path: Path) -> dict[str, str]:
+    def faults(self) -> dict[str, str]:
         return {f"changes.{name}": "missing" for name in self.domains if name not in self.changes}
 
     def problems(self) -> list[str]:

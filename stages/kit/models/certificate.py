@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, short, verified_lineage
 from stages.core.params.schema import Params, made_by
-from stages.core.records import Record
+from stages.core.records import Record, rebuild
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +81,6 @@ class MergeCertificate(Record):
     def digest(self) -> str:
         return self.merged_digest
 
-    @staticmethod
-    def fix(path: Path) -> str:
-        return f"dvc repro merge@{path.parent.name}"
-
     def __str__(self) -> str:
         deviation = f"logits off by {self.logit_deviation:.1e} of what training changed (tolerance {self.tolerance:g})"
         return f"{self.changed_modules} modules changed, {deviation}"
@@ -108,13 +104,15 @@ class MergeCertificate(Record):
 
 def require_certificate(path: Path, merged: Lineage) -> None:
     """Raises UserError unless `path` certifies exactly the content that `merged` records."""
-    certificate, fix = MergeCertificate.read(path), f"rebuild it with: dvc repro merge@{merged.name}"
+    fix = rebuild(f"merge@{merged.name}")
+    certificate = MergeCertificate.read(path, fix=fix)
     if certificate.merged_digest != merged.digest:
         raise UserError(
-            f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; {fix}"
+            f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; "
+            f"rebuild it with: {fix}"
         )
     if problems := certificate.problems():
-        raise UserError(f"{path} records a failed merge: {'; '.join(problems)}; {fix}")
+        raise UserError(f"{path} records a failed merge: {'; '.join(problems)}; rebuild it with: {fix}")
 
 
 def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
@@ -143,6 +141,6 @@ def base_model(base: str) -> tuple[Path, Lineage]:
 def _model(folder: Path, stage: str) -> tuple[Path, Lineage]:
     if not folder.is_dir():
         raise UserError(f"{folder} is not there; make it with: dvc repro {stage}")
-    lineage = verified_lineage(folder, fix=f"dvc repro -f -s {stage}")
+    lineage = verified_lineage(folder, fix=rebuild(stage))
     log.info("model %s, content %s", folder, short(lineage.digest))
     return folder, lineage

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
-from stages.core.records import parse_json, read_plain, shown
+from stages.core.records import parse_json, read_plain, rebuild, shown
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""
@@ -166,7 +166,7 @@ def require_weights(folder: Path) -> None:
         stage = f"merge@{folder.parent.name}"
         raise UserError(
             f"{folder} has no weights: models.keep_merged is false, and nothing started from them when {stage} ran; "
-            f"write them with: dvc repro -f -s {stage}"
+            f"write them with: {rebuild(stage)}"
         )
 
 

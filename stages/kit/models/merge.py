@@ -27,6 +27,7 @@ from stages.core.lineage import (
     write_lineage,
 )
 from stages.core.params.schema import DeviceParams
+from stages.core.records import rebuild
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.adapters import apply_recipe, load_trained, trained_modules
 from stages.kit.models.certificate import TOLERANCE, MergeCertificate, QuantizationCost
@@ -138,25 +139,25 @@ def load_certified(folder: Path, *, device: DeviceParams, precision: str, attn: 
     if has_weights(folder):
         return load_model(folder, device=device, precision=precision, attn=attn)
     lineage = read_lineage(folder)
-    rebuild = f"dvc repro -f -s merge@{lineage.name}"
+    fix = rebuild(f"merge@{lineage.name}")
     base_dir, trained_dir = (
         Path(os.path.normpath(folder / lineage.parents[role].path)) for role in ("base", "trained")
     )
-    trained, _ = require_base(trained_dir, base_dir, fix=rebuild)
+    trained, _ = require_base(trained_dir, base_dir, fix=fix)
     if trained != lineage.parents["trained"].lineage:
         raise UserError(
             f"{folder} was merged from {short(lineage.parents['trained'].lineage.digest)}, but {trained_dir} holds "
-            f"{short(trained.digest)}; rebuild it with: {rebuild}"
+            f"{short(trained.digest)}; rebuild it with: {fix}"
         )
     log.info("%s has no weights: merging %s into %s again, in memory", folder, trained_dir, base_dir)
     base = load_model(base_dir, device=device, precision=precision, attn=attn)
     model = merge_trained(load_trained(base, trained_dir))
     found = combined_digest(weight_digests(model))
-    wanted = MergeCertificate.read(folder.with_name("merge.json")).weights_digest
+    wanted = MergeCertificate.read(folder.with_name("merge.json"), fix=fix).weights_digest
     if found != wanted:
         raise UserError(
             f"merging {trained_dir} into {base_dir} again gave weights {short(found)}, but {short(wanted)} were "
-            f"certified, perhaps on another kind of device; certify them here with: {rebuild}"
+            f"certified, perhaps on another kind of device; certify them here with: {fix}"
         )
     return model
 

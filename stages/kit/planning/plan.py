@@ -31,7 +31,7 @@ from stages.core.params.schema import (
     Seed,
     Size,
 )
-from stages.core.records import Record, shown
+from stages.core.records import Record, damaged, rebuild, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -126,15 +126,9 @@ class Plan(Record):
     trainable: Annotated[dict[str, int], Field(default_factory=dict)]
     """Trainable parameters by part, in total, and all parameters; from the model's real geometry."""
 
-    @staticmethod
-    def fix(path: Path) -> str:
-        return f"dvc repro -f -s plan@{path.parent.name}"
-
-    def faults(self, path: Path) -> dict[str, str]:
+    def faults(self) -> dict[str, str]:
         """Problems by field: values that resolve_plan never writes."""
         found = {}
-        if self.recipe != path.parent.name:
-            found["recipe"] = f"this is the plan of {shown(self.recipe)}"
         for name, form in (
             ("base_dir", r"data/((bases|builds)/[^/]+|runs/[^/]+/merged)"),
             ("data_dir", r"data/prepared/[^/]+"),
@@ -307,6 +301,13 @@ def without_padding(plan: Plan, wanted: PaddingFree, config: PreTrainedConfig) -
     return True, "the GPU has variable-length attention"
 
 
-def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
-    """The plan of a recipe. Raises UserError if it is missing, damaged or another recipe's."""
-    return Plan.read(runs_dir / recipe / "plan.yaml")
+def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs"), fix: str | None = None) -> Plan:
+    """The plan of a recipe. Raises UserError if it is missing, damaged or another recipe's.
+
+    fix: the command that makes the file again, for a copy; by default the plan stage.
+    """
+    path, fix = runs_dir / recipe / "plan.yaml", fix or rebuild(f"plan@{recipe}")
+    plan = Plan.read(path, fix=fix)
+    if plan.recipe != recipe:
+        raise damaged(path, {"recipe": f"this is the plan of {shown(plan.recipe)}"}, fix=fix)
+    return plan

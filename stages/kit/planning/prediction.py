@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import ConfigDict, Field
@@ -101,10 +100,6 @@ class MemoryRecord(Record):
     evaluation_verdict: str
     evaluation_gib: float
     """Total of the evaluation at its own batch size, on one device."""
-
-    @staticmethod
-    def fix(path: Path) -> str:
-        return f"dvc repro -f -s plan@{path.parent.name}"
 
 
 def beside_measured(record: MemoryRecord, measured_bytes: int, *, on_cpu: bool) -> dict[str, float]:

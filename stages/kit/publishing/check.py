@@ -49,6 +49,8 @@ TRAINED_DIR = "trained"
 MAX_PROOF_BYTES = 4 * 2**20
 """Limit of a file that is not a model's: a statement has some 100 KB, and its values may take fifty times its size."""
 MODEL = "the model"
+AGAIN = "make publish RUN=NAME"
+"""The command that writes the folder again, where the run is."""
 MAKERS = {"trained": "train", "merged": "merge"}
 """The stage that makes a model folder, by the kind of its lineage."""
 PARENTS = {"base": set(), "trained": {"base"}, "merged": {"base", "trained"}, "built": {"base", "expert"}}
@@ -96,7 +98,7 @@ def check_published(folder: Path, public_key: Path | None = None) -> Checked:
             records = {record.stage: record for record in parse(list[Provenance], said)}
             problems += _statement_problems(content, said, digests)
         with _explained(LINEAGE, problems):
-            model = read_lineage(folder / EVIDENCE_DIR, name=MODEL_LINEAGE_FILE)
+            model = read_lineage(folder / EVIDENCE_DIR, name=MODEL_LINEAGE_FILE, fix=AGAIN)
             problems += _lineage_problems(model, records)
         with _explained(STATEMENT_FILE, problems):
             problems += _record_problems(records)
@@ -105,7 +107,7 @@ def check_published(folder: Path, public_key: Path | None = None) -> Checked:
             check_model_folder(folder)
             problems += _content_problems(model, records, digests)
         with _explained(CERTIFICATE, problems):
-            problems += _certificate_problems(MergeCertificate.read(folder / CERTIFICATE), model, records)
+            problems += _certificate_problems(MergeCertificate.read(folder / CERTIFICATE, fix=AGAIN), model, records)
         with _explained(CARD_FILE, problems):
             problems += _card_problems(folder, model, records[f"merge@{model.name}"].plan or {})
     by_file: dict[str, list[str]] = {}

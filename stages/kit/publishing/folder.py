@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stages.core.errors import UserError, bytes_text, listed, pluralize
 from stages.core.lineage import LINEAGE_FILE, Lineage, digested_files, file_digests
-from stages.core.provenance import Provenance
+from stages.core.provenance import Provenance, read_provenance
 from stages.core.records import publish_text, published
 from stages.kit.publishing.card import Publication, write_card
 from stages.kit.publishing.check import (
@@ -72,7 +72,7 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
 def records_of(model: Lineage, evaluation: str, records_dir: Path) -> tuple[Provenance, ...]:
     """The records of all stages that trained and merged what the model comes from, and of its evaluation."""
     made = [f"{MAKERS[each.kind]}@{each.name}" for each in model.tree() if each.kind in MAKERS]
-    records = [Provenance.read(records_dir / f"{stage}.json") for stage in dict.fromkeys((*made, evaluation))]
+    records = [read_provenance(records_dir / f"{stage}.json") for stage in dict.fromkeys((*made, evaluation))]
     return tuple(sorted(records, key=lambda record: record.ended))
 
 

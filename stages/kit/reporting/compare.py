@@ -12,6 +12,7 @@ import numpy as np
 from stages.core.errors import UserError
 from stages.core.params.schema import Params, recipe_of
 from stages.core.provenance import records_dir
+from stages.core.records import rebuild
 from stages.kit.planning.memory_use import stage_memory_path
 from stages.kit.reporting.evidence import Difference, Score, as_family, differences, score
 from stages.kit.reporting.runs import (
@@ -401,7 +402,7 @@ def _baseline_of(params: Params, recipe_name: str) -> str:
 def _refuse_incomplete(report: TaskReport, run: Run) -> None:
     """Raise UserError if there are no samples, or if a figure of metrics.json is missing or not that of the
     predictions."""
-    fix = f"dvc repro -f -s {run.stage}"
+    fix = rebuild(run.stage)
     if not run.samples:
         raise UserError(f"{run.name} was evaluated on no sample; rebuild it with: {fix}")
     for metric in report.metrics:

@@ -24,7 +24,7 @@ from pydantic import Field
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, lineage_text, read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
-from stages.core.records import published, read_record
+from stages.core.records import published, read_record, rebuild
 from stages.kit.models.certificate import MergeCertificate
 from stages.kit.planning.memory_use import StageMemory
 from stages.kit.planning.plan import Plan, read_plan
@@ -144,7 +144,7 @@ def read_run(
         return None
     name = run_dir.name
     stage = evaluation_stage(name, trained=trained)
-    fix = _fix(stage)
+    fix = rebuild(stage)
     rows = _read_predictions(predictions_path, [*identity, *columns], fix)
     described = zip(*(rows.column(column).to_pylist() for column in identity), strict=True)
     lineage = read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=fix)
@@ -159,17 +159,17 @@ def read_run(
         samples=tuple(json.dumps(sample, ensure_ascii=False, default=repr) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
         columns={column: _numbers(rows, column, predictions_path, fix) for column in columns},
-        plan=read_plan(name, runs_dir=run_dir.parent) if trained else None,
-        training=TrainingRecord.read(run_dir / "training/training.json") if trained else None,
-        certificate=MergeCertificate.read(run_dir / "merge.json") if trained else None,
+        plan=read_plan(name, runs_dir=run_dir.parent, fix=fix) if trained else None,
+        training=TrainingRecord.read(run_dir / "training/training.json", fix=fix) if trained else None,
+        certificate=MergeCertificate.read(run_dir / "merge.json", fix=fix) if trained else None,
         curves={
             figure: curve
             for figure, path in CURVES.items()
-            if trained and (curve := _read_curve(run_dir / path, _fix(f"train@{name}"))) is not None
+            if trained and (curve := _read_curve(run_dir / path, fix)) is not None
         },
         examples={kind: tuple(sorted((run_dir / EXAMPLES_DIR).glob(f"{kind}-*.png"))) for kind in kinds},
         memory=tuple(
-            read_record(StageMemory, path, fix=_fix(maker))
+            StageMemory.read(path, fix=rebuild(maker))
             for maker, path in (memory_by_stage or {}).items()
             if path.is_file()
         ),
@@ -210,10 +210,6 @@ def different_models(runs: Sequence[Run]) -> list[Run]:
             "something else than the seed differs; leave all but one of them out"
         )
     return models
-
-
-def _fix(stage: str) -> str:
-    return f"dvc repro -f -s {stage}"
 
 
 def _read_predictions(path: Path, columns: Sequence[str], fix: str) -> pa.Table:

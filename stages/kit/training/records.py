@@ -77,10 +77,6 @@ class TrainingRecord(Record):
     router_accuracy: float | None = None
     """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
 
-    @staticmethod
-    def fix(path: Path) -> str:
-        return f"dvc repro -f -s train@{path.parent.parent.name}"
-
     @classmethod
     def of(cls, trainer: RecipeTrainer, trace: Trace, *, attempt: int) -> TrainingRecord:
         """trainer: of a training that has ended, by the plan as it is after `attempt` rungs."""

@@ -18,7 +18,7 @@ from stages.core.environment import pinned_instructions
 from stages.core.errors import UserError
 from stages.core.lineage import content_digest
 from stages.core.params import load_params
-from stages.core.provenance import Provenance
+from stages.core.provenance import Provenance, read_provenance
 from stages.kit.launcher import process as machine
 from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.pipeline import declared_stages
@@ -69,7 +69,7 @@ def workspace(tmp_path: Path) -> Path:
 def train(workspace: Path, code: int = 0, **environment: str) -> Provenance:
     """The record of a training by the launcher."""
     run(workspace, "docker/run", "train", "r1-llm-only", code=code, **environment)
-    return Provenance.read(workspace / RECORD)
+    return read_provenance(workspace / RECORD)
 
 
 def test_record_has_the_origin_of_the_outputs(workspace: Path) -> None:

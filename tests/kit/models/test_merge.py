@@ -146,7 +146,7 @@ def test_only_the_certificate_of_this_content_is_accepted(tmp_path: Path) -> Non
     merged = write_lineage(tmp_path / "r1/merged", kind="merged", name="r1")
     path = tmp_path / "r1/merge.json"
     good = replace(CERTIFICATE, merged_digest=merged.digest)
-    with pytest.raises(UserError, match=r"is missing.*dvc repro merge@r1"):
+    with pytest.raises(UserError, match=r"is missing.*dvc repro -f -s merge@r1"):
         require_certificate(path, merged)
     good.write(path)
     require_certificate(path, merged)

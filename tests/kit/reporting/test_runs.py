@@ -86,13 +86,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MEMORY = "../report/detection/memory/r1-llm-only/train.json"
+CARD = ("metrics.json", MODEL_LINEAGE_FILE, "predictions.parquet", "plan.yaml", "merge.json", LOSS_CURVE)
 MAKERS = {
-    "metrics.json": "evaluate@r1-llm-only",
-    MODEL_LINEAGE_FILE: "evaluate@r1-llm-only",
-    "predictions.parquet": "evaluate@r1-llm-only",
-    "plan.yaml": "plan@r1-llm-only",
-    "training/training.json": "train@r1-llm-only",
-    LOSS_CURVE: "train@r1-llm-only",
+    **dict.fromkeys((*CARD, "training/training.json"), "evaluate@r1-llm-only"),
     MEMORY: "train@r1-llm-only",
 }
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from signal import SIGKILL
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 from transformers import GenerationConfig, PreTrainedModel
 
 from stages.core.errors import OutOfMemory, UserError, listed, pluralize
@@ -102,14 +102,6 @@ class EngineCertificate(Record):
             f"{pluralize(self.tokens, 'token')} are off by {self.mean_deviation:.1e} on average (at most "
             f"{self.tolerance.mean:g}) and by up to {self.log_prob_deviation:.1e} (at most {self.tolerance.largest:g})"
         )
-
-
-def read_certificate(path: Path) -> EngineCertificate | None:
-    """None if there is none, or a damaged one."""
-    try:
-        return TypeAdapter(EngineCertificate).validate_json(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValidationError):
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
