@@ -115,6 +115,11 @@ def test_answers_that_do_not_fit_are_refused_with_their_samples() -> None:
     assert "no such sample: 'other-0' in line 1" in other
     assert "of the 5 samples" in other
     assert f"line 2: {{'id': {ids[1]!r}, 'answer': None" in refusal([right[0], (ids[1], None)])
+    assert "line 1: the answer holds half of a surrogate pair" in refusal([(ids[0], "\ud800"), *right[1:]])
+    elsewhere = Path("elsewhere.jsonl")
+    Path("data/answers/peer.jsonl").rename(elsewhere)
+    Path("data/answers/peer.jsonl").symlink_to(elsewhere.absolute())
+    assert "data/answers/peer.jsonl leads out of data/answers by a link" in refused("evaluate", "peer-amr")
     Path("data/answers/submission.txt").write_text(
         f"#::snt {records[0].sentence}\n{graphs[0]}\n\n#::snt Không .\n(k)\n"
     )

@@ -206,6 +206,14 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
             {f"{R1}.early_stopping": {"patience": 3}, f"{R1}.validation": {"by": "score", "score_samples": 0}},
             f"{R1}.validation.score_samples: 0",
         ),
+        (
+            {
+                f"{R1}.keep": "best",
+                f"{R1}.validation": {"by": "score"},
+                f"{TINY}.validation_limit": {"samples": 4, "score_samples": 0},
+            },
+            f"{TINY}.validation_limit.score_samples: 0, though {R1}.keep",
+        ),
         ({f"{R1}.keep": "best"}, f"{R1}.keep: chooses weights by the split val"),
         ({f"{R1}.early_stopping": {"patience": 3}}, f"{R1}.early_stopping: chooses weights by the split val"),
         (

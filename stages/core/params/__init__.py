@@ -128,6 +128,7 @@ def _recipe(here: str, recipe: RecipeParams) -> Problems:
 def _chosen_by_validation(here: str, recipe: RecipeParams, params: Params) -> Problems:
     chooser = {"keep": recipe.keep == "best", "early_stopping": recipe.early_stopping is not None}
     split = "selection" if params.data.selection else "val"
+    limit = params.active.validation_limit if params.profile in params.profiles else None
     same = (
         f"and the report is of it too (scored: {split}): the best of several looks better there than it is; set "
         "training samples aside to choose by, e.g. data.selection: 0.15"
@@ -138,6 +139,9 @@ def _chosen_by_validation(here: str, recipe: RecipeParams, params: Params) -> Pr
             yield f"{here}.{field}", "chooses by validations, and validation is null"
         elif recipe.validation.by == "score" and not recipe.validation.score_samples:
             yield f"{here}.validation.score_samples", f"0, though {field} chooses by the score"
+        elif recipe.validation.by == "score" and limit and not limit.score_samples:
+            limited = f"profiles.{params.profile}.validation_limit.score_samples"
+            yield limited, f"0, though {here}.{field} chooses by the score"
         if split == params.scored:
             yield f"{here}.{field}", f"chooses weights by the split {split}, {same}"
 

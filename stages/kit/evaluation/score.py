@@ -21,9 +21,10 @@ import matplotlib as mpl
 from PIL import Image, ImageDraw, ImageFont
 
 from stages.core.errors import UserError, join_truncated, pluralize
+from stages.core.given_files import require_own
 from stages.core.records import shown
 from stages.kit.data.conversation import Conversation
-from stages.kit.data.texts import UnreadableText, json_lines, read_text
+from stages.kit.data.texts import SURROGATE, UnreadableText, json_lines, read_text
 from stages.kit.planning.ladder import prefill_batch_size
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def read_answers(
     its `samples.read_answers(path, records, answer_format)` reads as (line, id, text).
     Raises UserError, which names the samples, for one without an answer, with several, or unknown.
     """
+    require_own(path, path.parent)
     own = getattr(samples, "read_answers", None)
     try:
         found = list(own(path, records, answer_format) if own and path.suffix != ".jsonl" else _json_answers(path))
@@ -132,6 +134,8 @@ def _json_answers(path: Path) -> Iterator[tuple[int, str, str]]:
         sample_id, answer = content.get("id"), content.get("answer")
         if not isinstance(sample_id, str) or not isinstance(answer, str):
             raise UserError(f'{path} line {line}: {shown(content)}; expected {{"id": SAMPLE, "answer": TEXT}}')
+        if SURROGATE.search(answer):
+            raise UserError(f"{path} line {line}: the answer holds half of a surrogate pair, which is no character")
         yield line, sample_id, answer
 
 

@@ -251,7 +251,7 @@ def _validation(params: Params, name: str, num_steps: int, split: str) -> Valida
         split=split,
         every_steps=int(every),
         samples=min(found.samples, caps.samples),
-        score_samples=min(found.score_samples, caps.score_samples),
+        score_samples=min(found.score_samples, caps.score_samples, found.samples, caps.samples),
         by=found.by,
         max_new_tokens=limits.max_new_tokens,
         max_length=limits.max_length,

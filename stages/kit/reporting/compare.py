@@ -520,6 +520,7 @@ def _headline(
         alone = len(contenders) - len(left_out) == 2
         others = f"{other}{over_rival.theirs}" if alone else "every other" if other else "every other model"
         limits = (" that was trained under several seeds" if over_seeds else " that was run") if left_out else ""
+        limits = f", the only other{limits}" if alone and limits else limits
         words = f"{model} is best: {found}, better than {others}{limits}"
     else:
         words = f"{model} scores {report.extreme}, {found}, but "

@@ -71,6 +71,8 @@ def test_validations_are_a_share_of_the_steps_and_no_more_than_the_profile_allow
     wanted = ValidationParams(every_steps=50, samples=10, score_samples=0)
     found = validation(with_changes({"validation": wanted}))
     assert (found.every_steps, found.samples, found.score_samples) == (50, 10, 0)
+    fewer = validation(with_changes({"validation": ValidationParams(samples=5)}))
+    assert (fewer.samples, fewer.score_samples) == (5, 5)
     assert resolve_plan(with_changes({"validation": None}), "r1-llm-only", train_samples=320).validation is None
 
 

@@ -176,6 +176,9 @@ def test_a_box_that_is_missing_and_one_too_many_both_count_as_0() -> None:
         ([LEFT], answer(RIGHT, LEFT), "too_many"),
         ([LEFT, RIGHT, FAR], answer(RIGHT, FAR), "too_few"),
         ([LEFT, RIGHT], answer(RIGHT, LEFT), "mixed_up"),
+        ([LEFT, RIGHT], answer(HALF_OF_LEFT, RIGHT), "shifted"),
+        ([LEFT, RIGHT], answer(FAR, RIGHT), "elsewhere"),
+        ([], "I see a table", "no_box"),
     ],
 )
 def test_the_kind_of_a_failure_is_told_from_the_boxes(truth: list[Box], text: str, kind: str | None) -> None:

@@ -234,6 +234,11 @@ def test_an_image_is_found_beside_its_annotations_and_unused_files_are_logged(
     (tmp_path / "coco/annotations/instances_test.json").write_text('{"images": [], "annotations": []}')
     records(tmp_path, "coco")
     assert "not read: annotations/instances_test.json, val2017/a.png" in caplog.text
+    WRITERS["yolo"](tmp_path / "yolo", PHOTOS)
+    (tmp_path / "yolo/test").mkdir()
+    (tmp_path / "yolo/test/t.png").write_bytes(png())
+    records(tmp_path, "yolo")
+    assert caplog.text.count("test/t.png") == 1
     (tmp_path / "coco/train2017/b").mkdir()
     (tmp_path / "coco/train2017/b/a.png").write_bytes(png())
     assert "image 'a.png': 2 images have this name: train2017/a.png" in refusal(tmp_path, "coco")

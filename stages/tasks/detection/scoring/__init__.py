@@ -252,16 +252,18 @@ def ordered_by(_: DetectionRecord) -> str:
 def failure(row: Mapping[str, Any]) -> str | None:
     """The kind of failure of a row of predictions; None if its IoU is above 0.5.
 
-    no_box: no readable one, where there is some; invented: one where there is none. elsewhere: no box overlaps a true
-    one by more than 0.1; shifted: none by more than 0.5. Of the others, too_many or too_few if the numbers differ, and
-    mixed_up if the right box has another place in the answer or another label.
+    no_box: no readable one; invented: one where there is none. elsewhere: no box overlaps a true one by more than 0.1;
+    shifted: none by more than 0.5. Of the others, too_many or too_few if the numbers differ. If they do not, the worst
+    box says which: elsewhere, shifted, or mixed_up, where all are right but for their order or their labels.
     """
     if row["iou"] > 0.5:
         return None
     if not row["valid"]:
-        return "no_box" if row["truth"] else "invented"
+        return "invented" if row["boxes"] else "no_box"
     overlap = pairwise_iou(row["truth"], row["boxes"]).max()
-    if overlap <= 0.5:
-        return "shifted" if overlap > 0.1 else "elsewhere"
     more = len(row["boxes"]) - len(row["truth"])
-    return "mixed_up" if more == 0 else "too_many" if more > 0 else "too_few"
+    if overlap > 0.5 and more:
+        return "too_many" if more > 0 else "too_few"
+    if not more:
+        overlap = matched_ious(row["truth"], row["boxes"]).min()
+    return "elsewhere" if overlap <= 0.1 else "shifted" if overlap <= 0.5 else "mixed_up"

@@ -56,7 +56,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
         revision=revision,
         splits={split: parsed(rows) for split, rows in splits.samples.items()},
         validation=splits.validation,
-        unused_files=lambda: [*splits.unused, *(folder.unread() if name != "parquet" else ())],
+        unused_files=lambda: list(dict.fromkeys([*splits.unused, *(folder.unread() if name != "parquet" else ())])),
     )
 
 
