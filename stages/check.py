@@ -15,7 +15,7 @@ import click
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import nearest, publish_text, refusal
-from stages.core.tasks import load_task, reader_problems
+from stages.core.tasks import dataset_problems, load_task
 
 TASKS_DIR = Path(__file__).parent / "tasks"
 
@@ -24,7 +24,7 @@ TASKS_DIR = Path(__file__).parent / "tasks"
 def main() -> None:
     path = Path("params.yaml")
     params = load_params(path)
-    if found := unknown_tasks(params) or refused_readers(params):
+    if found := unknown_tasks(params) or refused_datasets(params):
         raise refusal(path, found)
     publish_text("params.yaml is without mistakes.\n", Path("data/checked.txt"))
 
@@ -45,12 +45,12 @@ def unknown_tasks(params: Params) -> dict[str, str]:
     }
 
 
-def refused_readers(params: Params) -> dict[str, str]:
+def refused_datasets(params: Params) -> dict[str, str]:
     """Problems by dotted path: settings of datasets, of all profiles, that their tasks do not have."""
     found: dict[str, str] = {}
-    for profile, settings in params.profiles.items():
-        for name, dataset in settings.datasets.items():
-            found |= reader_problems(load_task(dataset.task, "sources"), dataset, f"profiles.{profile}.datasets.{name}")
+    for each in (params.on(profile) for profile in params.profiles):
+        for name, dataset in each.active.datasets.items():
+            found |= dataset_problems(load_task(dataset.task, "sources"), dataset, each.dataset_path(name))
     return found
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import click
 
-from stages.core.errors import configure_logging
+from stages.core.errors import UserError, configure_logging
 from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams
-from stages.core.records import refusal
-from stages.core.tasks import load_task, reader_of, reader_problems
+from stages.core.tasks import load_task, reader_of
 from stages.kit.data.prepared import write_prepared
 from stages.kit.data.sources import WrongSplit
 
@@ -31,29 +30,26 @@ log = logging.getLogger("stages")
 def main(name: str) -> None:
     configure_logging(f"prepare {name}")
     params = load_params()
-    dataset, path = params.dataset(name), f"profiles.{params.profile}.datasets.{name}"
-    sources = load_task(dataset.task, "sources")
-    found = reader_problems(sources, dataset, path)
-    if dataset.mix and not hasattr(sources, "mix"):
-        found[f"{path}.mix"] = f"datasets of the task {dataset.task} cannot be mixed"
-    if found:
-        raise refusal(Path("params.yaml"), found)
-    try:
-        stats = prepare(dataset, params.data, Path("data/prepared") / name)
-    except WrongSplit as error:
-        raise refusal(Path("params.yaml"), {f"{path}.splits.{error.split}": error.problem}) from None
+    stats = prepare(params.dataset(name), params.data, Path("data/prepared") / name, path=params.dataset_path(name))
     log.info("dataset %s from %s", name, stats["source"])
     for split, counts in stats["splits"].items():
         log.info("%s: %d records, %d invalid rows left out", split, counts["records"], counts["invalid_rows"])
 
 
-def prepare(dataset: DatasetParams, data: DataParams, out_dir: Path) -> dict[str, Any]:
-    """Read and check a dataset and write it, whole or not at all, to `out_dir`. Returns the content of stats.json."""
+def prepare(dataset: DatasetParams, data: DataParams, out_dir: Path, *, path: str) -> dict[str, Any]:
+    """Read and check a dataset and write it, whole or not at all, to `out_dir`. Returns the content of stats.json.
+
+    path: the dataset's own in params.yaml, for messages.
+    """
     sources = load_task(dataset.task, "sources")
-    if dataset.mix:
-        raw = sources.mix(dataset.mix, out_dir.parent, with_selection=data.selection > 0)
-    else:
-        raw = sources.read(dataset, reader_of(sources, dataset))
+    reader = reader_of(sources, dataset, path)
+    try:
+        if dataset.mix:
+            raw = sources.mix(dataset.mix, out_dir.parent, with_selection=data.selection > 0)
+        else:
+            raw = sources.read(dataset, reader)
+    except WrongSplit as error:
+        raise UserError(f"params.yaml: {path}.{error.message}") from None
     return write_prepared(raw, out_dir, data, dataset.limit)
 
 

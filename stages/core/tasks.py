@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
 from stages.core.params.schema import STRICT, DatasetParams
-from stages.core.records import parse, problems
+from stages.core.records import parse, problems, refusal
 
 MODULES = ("sources", "samples", "scoring", "report", "predictions")
 
@@ -43,19 +44,24 @@ class NoSettings:
     """`reader` of a dataset whose task has no settings of its own."""
 
 
-def reader_of(sources: ModuleType, dataset: DatasetParams) -> Any:
-    """`dataset.reader` as the task's dataclass Reader. Raises ValidationError where it does not fit.
+def reader_of(sources: ModuleType, dataset: DatasetParams, path: str) -> Any:
+    """`dataset.reader` as the task's dataclass Reader. Raises UserError if the task cannot read the dataset.
 
-    sources: the task's module of that name.
+    sources: the task's module of that name. path: the dataset's own, profiles.PROFILE.datasets.NAME.
     """
+    if found := dataset_problems(sources, dataset, path):
+        raise refusal(Path("params.yaml"), found)
     return parse(getattr(sources, "Reader", NoSettings), dataset.reader)
 
 
-def reader_problems(sources: ModuleType, dataset: DatasetParams, path: str) -> dict[str, str]:
-    """Problems of `dataset.reader` by dotted path. path: the dataset's own, profiles.PROFILE.datasets.NAME."""
+def dataset_problems(sources: ModuleType, dataset: DatasetParams, path: str) -> dict[str, str]:
+    """Problems by dotted path: settings that the dataset's task does not have. sources, path: as for `reader_of`."""
+    found = {}
+    if dataset.mix and not hasattr(sources, "mix"):
+        found[f"{path}.mix"] = f"datasets of the task {dataset.task} cannot be mixed"
+    kind = getattr(sources, "Reader", NoSettings)
     try:
-        reader_of(sources, dataset)
+        parse(kind, dataset.reader)
     except ValidationError as error:
-        found = problems(error, getattr(sources, "Reader", NoSettings))
-        return {f"{path}.reader.{where}": problem for where, problem in found.items()}
-    return {}
+        found |= {f"{path}.reader.{where}": problem for where, problem in problems(error, kind).items()}
+    return found

@@ -23,7 +23,8 @@ def prepare(
     settings = asdict(reader) if reader else {}
     named = SplitParams(**splits or {})
     dataset = DatasetParams(task=task, source=source, splits=named, limit=limit, mix=mix, reader=settings)
-    return stages.prepare.prepare(dataset, DataParams(skip_invalid=skip_invalid, selection=selection), out_dir)
+    data = DataParams(skip_invalid=skip_invalid, selection=selection)
+    return stages.prepare.prepare(dataset, data, out_dir, path="datasets.made-up")
 
 
 def write_lines(path: Path, *contents: Any, newline: str = "\n") -> None:

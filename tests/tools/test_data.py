@@ -54,7 +54,7 @@ def test_a_folder_is_shown_with_all_that_is_wrong_and_the_entry_that_asks_for_it
     assert entry["reader"]["category"] == ["Nährwerte", "cup", "red lid"]
     assert f"<|vision_end|>{entry['reader']['prompt']}<|im_end|>" in ended.stdout, "the sample is of what is proposed"
     (workspace / "photos/train/labels/a.txt").write_text("0 0.5 0.5 0.1 0.1\n")
-    stats = prepare(DatasetParams(**entry), DataParams(), workspace / "prepared")
+    stats = prepare(DatasetParams(**entry), DataParams(), workspace / "prepared", path="datasets.photos")
     assert stats["splits"]["train"]["records"] == 3
 
 
@@ -96,7 +96,7 @@ def test_a_sample_is_shown_with_what_counts_in_the_loss(
     assert ended.exit_code == 0, ended.output
     task = params["profiles"]["tiny"]["datasets"][dataset]["task"]
     chosen = DatasetParams(task=task, source=f"folder:data/tiny/{dataset}", limit=LimitParams(train=3, val=2))
-    prepare(chosen, DataParams(), workspace / "out")
+    prepare(chosen, DataParams(), workspace / "out", path="datasets.chosen")
     samples = load_task(task, "samples")
     record = samples.read_split(workspace / "out", "train")[0]
     asked = samples.ForModel("qwen2_vl", lambda *size: size) if task == "detection" else samples
@@ -108,6 +108,24 @@ def test_a_sample_is_shown_with_what_counts_in_the_loss(
     (share,) = re.findall(r"train: in the loss +(\d+)% of the tokens of 3 samples", ended.stdout)
     assert 0 < int(share) < 100
     assert ("<|image_pad|> x " in shown) == (task == "detection")
+
+
+def test_settings_that_the_task_does_not_have_are_refused_by_their_path(workspace: Path) -> None:
+    yaml, path = YAML(), workspace / "params.yaml"
+    params = yaml.load(path)
+    datasets = params["profiles"]["tiny"]["datasets"]
+    datasets["visempar"]["reader"] = {"group": "x"}
+    datasets["truthfulqa"]["splits"] = {"test": "public*"}
+    datasets["both"] = {"task": "chat", "source": "mix", "mix": {"conversations": None}}
+    yaml.dump(params, path)
+    for dataset, problem in (
+        ("visempar", "reader.group: unknown key"),
+        ("truthfulqa", "splits.test: 'public*' matches no file of"),
+        ("both", "mix: datasets of the task chat cannot be mixed"),
+    ):
+        refused = run("--dataset", dataset)
+        assert refused.exit_code == 1
+        assert f"profiles.tiny.datasets.{dataset}.{problem}" in refused.output
 
 
 @pytest.mark.parametrize(

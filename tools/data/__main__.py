@@ -113,7 +113,8 @@ def read_dataset(params: Params, name: str, chosen: DatasetParams) -> tuple[dict
     with tempfile.TemporaryDirectory() as folder:
         parts = {part: params.dataset(part) for part in chosen.mix or ()}
         for part, dataset in {**parts, name: chosen}.items():
-            stats = prepare(dataset, DataParams(skip_invalid=True), Path(folder) / part)
+            here = params.dataset_path(part)
+            stats = prepare(dataset, DataParams(skip_invalid=True), Path(folder) / part, path=here)
         return stats, {split: read_split(Path(folder) / name, split) for split in stats["splits"]}
 
 

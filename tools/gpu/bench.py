@@ -86,7 +86,8 @@ class Bench:
         params = load_params().on("tiny")
         wanted, tiny = params.recipe(recipe), params.active
         shipped = tiny.datasets[wanted.data]
-        prepare(replace(shipped, limit=LimitParams(train=SAMPLES, val=8)), params.data, folder / wanted.data)
+        limited, here = replace(shipped, limit=LimitParams(train=SAMPLES, val=8)), params.dataset_path(wanted.data)
+        prepare(limited, params.data, folder / wanted.data, path=here)
         samples = load_task(wanted.task, "samples")
         plan = resolve_plan(params, recipe, train_samples=SAMPLES)
         if device == "cuda":

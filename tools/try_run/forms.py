@@ -89,7 +89,8 @@ class DetectionForm(Form):
         data = run.params.subject(run.name).data
         self.sample = read_split(Path("data/prepared") / data, "val")[0]
         """A sample of the run's data, with the prompt and the form of answers."""
-        self.max_pixels = reader_of(detection_sources, run.params.dataset(data)).max_image_pixels
+        dataset, path = run.params.dataset(data), run.params.dataset_path(data)
+        self.max_pixels = reader_of(detection_sources, dataset, path).max_image_pixels
 
     def question(self, *values: str) -> Conversation:
         if not values[0]:

@@ -550,6 +550,10 @@ class Params:
     def dataset(self, name: str) -> DatasetParams:
         return self.active.datasets[self._known(name, self.active.datasets, f"dataset of profile {self.profile}")]
 
+    def dataset_path(self, name: str) -> str:
+        """The dotted path of a dataset of the active profile."""
+        return f"profiles.{self.profile}.datasets.{name}"
+
     def base_source(self, name: str) -> str:
         having = [profile for profile, found in self.profiles.items() if name in found.bases]
         if having and self.profile not in having:

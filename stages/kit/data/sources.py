@@ -134,11 +134,8 @@ def read_parquet_files(
 
 
 class WrongSplit(UserError):
-    """Raised for an entry of a dataset's `splits` whose files are not there, or are another split's too."""
-
-    def __init__(self, split: str, message: str) -> None:
-        super().__init__(f"splits.{split}: {message}")
-        self.split, self.problem = split, message
+    """Raised for an entry of a dataset's `splits` whose files are not there, or are another split's too; the message
+    begins with its path below the dataset's."""
 
 
 def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
@@ -147,16 +144,17 @@ def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
     for split, patterns in splits.patterns().items():
         found[split] = []
         for pattern in patterns:
+            here = f"splits.{split}: {pattern!r}"
             try:
                 matching = [path for path in sorted(folder.glob(pattern)) if not path.is_dir()]
             except (ValueError, NotImplementedError) as error:  # a path that is absolute, or `**` within a name
-                raise WrongSplit(split, f"{pattern!r} is no pattern of paths below a folder: {error}") from None
+                raise WrongSplit(f"{here} is no pattern of paths below a folder: {error}") from None
             if not matching:
-                raise WrongSplit(split, f"{pattern!r} matches no file of {folder}: {describe_folder(folder)}")
+                raise WrongSplit(f"{here} matches no file of {folder}: {describe_folder(folder)}")
             for path in matching:
                 require_own(path, folder)
             if twice := [path for path in matching if any(path in paths for paths in found.values())]:
-                raise WrongSplit(split, f"{twice[0]} is matched by another pattern too")
+                raise WrongSplit(f"splits.{split}: {twice[0]} is matched by another pattern too")
             found[split] += matching
     return found
 
