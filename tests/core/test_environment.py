@@ -144,21 +144,19 @@ def test_arithmetic_differs_by_instructions_maker_and_mkls_setting(cpuinfo: Path
 
 
 TRAINING = """
-import hashlib, sys
-import numpy as np
 import torch
-torch.set_num_threads(int(sys.argv[1]))
-torch.manual_seed(0)
-model = torch.nn.Sequential(
-    torch.nn.Linear(300, 700), torch.nn.GELU(), torch.nn.RMSNorm(700), torch.nn.Linear(700, 50), torch.nn.LogSoftmax(-1)
-)
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-for _ in range(3):
-    model(torch.randn(900, 300)).square().mean().backward()
-    optimizer.step()
-weights = [parameter.detach().numpy() for parameter in model.parameters()]
-weights.append(np.exp(np.random.default_rng(0).standard_normal(1000)))
-print(hashlib.sha256(b"".join(part.tobytes() for part in weights)).hexdigest(), torch.backends.cpu.get_cpu_capability())
+from torch import nn
+found = []
+for threads in (1, 3):
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 700), nn.GELU(), nn.RMSNorm(700), nn.Linear(700, 50), nn.LogSoftmax(-1))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(3):
+        model(torch.randn(900, 300)).square().mean().backward()
+        optimizer.step()
+    found.append(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
+print(found[0] == found[1], torch.backends.cpu.get_cpu_capability())
 """
 
 
@@ -167,9 +165,5 @@ def test_torch_computes_by_the_pinned_instructions_and_threads_change_no_bit() -
     if not pinned:
         pytest.skip("this CPU has no AVX2")
     variables = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", **pinned}
-    results = set()
-    for threads in ("1", "3"):
-        command = [sys.executable, "-c", TRAINING, threads]
-        results.add(subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout)
-    (result,) = results
-    assert result.split()[1] == "AVX2"
+    command = [sys.executable, "-c", TRAINING]
+    assert subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout == "True AVX2\n"

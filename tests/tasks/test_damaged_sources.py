@@ -113,7 +113,7 @@ def judge(task: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", CORPORA)
 @given(data=st.data())
-@quick(40)
+@quick(20)
 def test_damaged_files_are_prepared_or_refused(
     name: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
@@ -126,7 +126,7 @@ def test_damaged_files_are_prepared_or_refused(
 
 
 @given(data=st.data())
-@quick(40)
+@quick(20)
 def test_damaged_tables_are_prepared_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.getbasetemp() / "tables/in/train.parquet"
     rows = [{**each, "who": str(each["who"])} for each in TALKS[:2]] * 4

@@ -17,20 +17,18 @@ WHOLE: Any = {"full_targets": {}}
 @pytest.mark.parametrize(
     ("of", "micro_batch", "attn"),
     [
-        *(("a dense model", 8, "sdpa"), ("a dense model", 4, "eager")),
         *(("a mixture", 8, "sdpa"), ("a mixture", 4, "eager")),
         *(("a mixture's gates", 4, "sdpa"), ("routers by labels", 4, "sdpa")),
     ],
 )
 def test_loss_and_gradients_are_those_of_a_padded_batch(
-    base_dir: Path, mixture_dir: Path, tmp_path: Path, of: str, micro_batch: int, attn: Any
+    mixture_dir: Path, tmp_path: Path, of: str, micro_batch: int, attn: Any
 ) -> None:
-    folder = base_dir if of == "a dense model" else mixture_dir
     plan = labels_plan if of == "routers by labels" else tokens_plan
     settings = {} if of in ("routers by labels", "a mixture's gates") else WHOLE
     padded: Plan = replace(plan(micro_batch=micro_batch, **settings), attn=attn)
-    one, expected = train(padded, folder, tmp_path)
-    other, found = train(replace(padded, padding_free=True), folder, tmp_path)
+    one, expected = train(padded, mixture_dir, tmp_path)
+    other, found = train(replace(padded, padding_free=True), mixture_dir, tmp_path)
     names = ["loss", "grad_norm", *(["aux_loss"] if of.startswith("a mixture") else [])]
     assert [logged(other, name) for name in names] == pytest.approx([logged(one, name) for name in names], rel=1e-5)
     assert found.keys() == expected.keys()

@@ -23,7 +23,7 @@ def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def build(tiny_vlm: Path, answered: Sequence[Conversation]) -> Callable[..., RecipeTrainer]:
     def make(plan: Plan, **more: Any) -> RecipeTrainer:
         seed_everything(plan.seed)

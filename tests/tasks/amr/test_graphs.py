@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.tasks.amr.samples import ANSWER_FORMATS, complete, decode, repaired
+from stages.tasks.amr.samples import ANSWER_FORMATS, complete, repaired
 from stages.tasks.amr.samples.graphs import (
     MAX_DEPTH,
     MalformedGraph,
@@ -99,13 +99,11 @@ LONG = (
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("before", ["", "(a / b", '(a / "'])
+@pytest.mark.parametrize("before", ["(a / b", '(a / "'])
 @pytest.mark.parametrize("repeated", LONG)
 def test_an_endless_answer_takes_linear_time(before: str, repeated: str) -> None:
     """Twenty-five thousand characters, of which the square would take minutes."""
     text = before + repeated * (25_000 // len(repeated))
     for answer_format in ANSWER_FORMATS:
-        decoded = decode(text, answer_format)
-        assert decoded.valid == (decoded.problem is None)
         repaired(text, answer_format)
         complete(text, answer_format)

@@ -308,7 +308,7 @@ def damage(path: Path, form: str, data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@quick(60)
+@quick(30)
 def test_a_damaged_folder_gives_records_or_a_refusal(whole: tuple[str, Path], data: st.DataObject) -> None:
     (form, folder), skip_invalid = whole, data.draw(st.booleans())
     damaged, out = folder.with_name("damaged"), folder.with_name("out")
