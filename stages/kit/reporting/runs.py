@@ -6,25 +6,22 @@ new recipe joins its comparison without being listed anywhere.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, lineage_text, read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
-from stages.core.records import published, read_record, rebuild
+from stages.core.records import damaged, published, read_record, rebuild
+from stages.kit.data.parquet import read_rows, read_schema
 from stages.kit.models.certificate import MergeCertificate
 from stages.kit.planning.memory_use import StageMemory
 from stages.kit.planning.plan import Plan, read_plan
@@ -146,7 +143,6 @@ def read_run(
     stage = evaluation_stage(name, trained=trained)
     fix = rebuild(stage)
     rows = _read_predictions(predictions_path, [*identity, *columns], fix)
-    described = zip(*(rows.column(column).to_pylist() for column in identity), strict=True)
     lineage = read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=fix)
     metrics = read_record(dict[str, Figure], metrics_path, fix=fix)
     kinds = (*EXAMPLE_KINDS, *(key.removeprefix(FAILURE) for key in metrics if key.startswith(FAILURE)))
@@ -156,8 +152,10 @@ def read_run(
         model=lineage.digest,
         base=lineage.parents["base"].lineage.digest if "base" in lineage.parents else None,
         metrics=metrics,
-        samples=tuple(json.dumps(sample, ensure_ascii=False, default=repr) for sample in described),
-        sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
+        samples=tuple(
+            json.dumps([row[column] for column in identity], ensure_ascii=False, default=repr) for row in rows
+        ),
+        sample_ids=tuple(str(row[identity[0]]) for row in rows),
         columns={column: _numbers(rows, column, predictions_path, fix) for column in columns},
         plan=read_plan(name, runs_dir=run_dir.parent, fix=fix) if trained else None,
         training=TrainingRecord.read(run_dir / "training/training.json", fix=fix) if trained else None,
@@ -212,24 +210,18 @@ def different_models(runs: Sequence[Run]) -> list[Run]:
     return models
 
 
-def _read_predictions(path: Path, columns: Sequence[str], fix: str) -> pa.Table:
-    try:
-        with pq.ParquetFile(path) as file:  # pq.read_table imports pandas
-            present = file.schema_arrow.names
-            if missing := [name for name in columns if name not in present]:
-                raise UserError(
-                    f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}; rebuild it with: {fix}"
-                )
-            table = file.read(columns=list(dict.fromkeys(columns)))
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged: {error}; rebuild it with: {fix}") from None
-    return table
+def _read_predictions(path: Path, columns: Sequence[str], fix: str) -> list[dict[str, Any]]:
+    present = read_schema(path, fix=f"rebuild it with: {fix}").names
+    if missing := [name for name in columns if name not in present]:
+        raise UserError(
+            f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}; rebuild it with: {fix}"
+        )
+    return list(read_rows(path, columns, fix=f"rebuild it with: {fix}"))
 
 
-def _numbers(rows: pa.Table, name: str, path: Path, fix: str) -> Floats:
+def _numbers(rows: Sequence[Mapping[str, Any]], name: str, path: Path, fix: str) -> Floats:
     try:
-        values = np.asarray([float("nan" if row is None else row) for row in rows.column(name).to_pylist()])
+        values = np.asarray([float("nan" if row[name] is None else row[name]) for row in rows])
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{path} has a value in {name} that is no number: {error}; rebuild it with: {fix}") from None
     if broken := int((~np.isfinite(values)).sum()):
@@ -241,17 +233,11 @@ def _numbers(rows: pa.Table, name: str, path: Path, fix: str) -> Floats:
 
 
 def _read_curve(path: Path, fix: str) -> Curve | None:
-    """A curve: tab-separated, a column `step` and one with the name of the metric."""
+    """A curve that `training.records.write_curves` wrote; None for a file that is not there."""
     if not path.is_file():
         return None
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file, delimiter="\t"))
-        value_column = next((name for name in rows[0] if name not in ("step", "timestamp")), None) if rows else None
-        if value_column is None:
-            return None
-        points = [(float(row["step"]), float(row[value_column] or math.nan)) for row in rows]
-    except (OSError, csv.Error, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}; rebuild it with: {fix}") from None
-    steps, values = np.asarray(points, dtype=np.float64).T
+        steps, values = np.loadtxt(path, delimiter="\t", skiprows=1, ndmin=2, encoding="utf-8").T
+    except (OSError, ValueError) as error:
+        raise damaged(path, {"the file": " ".join(str(error).split())}, fix=fix) from None
     return Curve(steps=steps, values=values)
