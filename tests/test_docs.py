@@ -1,5 +1,6 @@
 """README.md, CONTRIBUTING.md and docs/: what they link to and name exists."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,23 @@ def test_every_make_target_and_module_that_is_named_exists(path: Path) -> None:
         name.replace(".", "/") for each in commands for name in re.findall(r"-m ((?:stages|tests|tools)[\w.]*)", each)
     ]
     assert [name for name in modules if not (ROOT / f"{name}.py").exists() and not (ROOT / name).is_dir()] == []
+
+
+def selectable() -> Iterator[str]:
+    """Names by which pytest's -k selects tests, in lower case: folders, modules and functions, without parameters."""
+    for file in ROOT.glob("tests/**/test_*.py"):
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        tests = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        yield from (name.lower() for name in (*file.relative_to(ROOT).parts, *tests))
+
+
+def test_every_selection_of_tests_that_is_named_selects_some() -> None:
+    text = "\n".join(line for path in DOCUMENTS for line in code(path.read_text(encoding="utf-8")))
+    expressions = [quoted or word for quoted, word in re.findall(r"-k (?:'([^']+)'|(\w+))", text)]
+    assert expressions
+    words = {word.lower() for each in expressions for word in each.split()} - {"or", "and", "not"}
+    names = set(selectable())
+    assert [word for word in sorted(words) if not any(word in name for name in names)] == []
 
 
 def test_the_readme_is_short() -> None:
