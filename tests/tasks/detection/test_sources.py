@@ -237,7 +237,7 @@ def test_an_image_is_found_beside_its_annotations_and_unused_files_are_logged(
     WRITERS["yolo"](tmp_path / "yolo", PHOTOS)
     (tmp_path / "yolo/test").mkdir()
     (tmp_path / "yolo/test/t.png").write_bytes(png())
-    (tmp_path / "yolo/data.yaml").write_text(f"names: {CLASSES}\n")  # folders say which images are of a split
+    (tmp_path / "yolo/data.yaml").write_text(f"names: {list(CLASSES)}\n")  # folders say which images are of a split
     records(tmp_path, "yolo")
     assert caplog.text.count("test/t.png") == 1
     (tmp_path / "coco/train2017/b").mkdir()
