@@ -9,7 +9,7 @@ from stages.core.tasks import load_task
 from stages.kit.reporting.compare import chosen_report
 from tests import ROOT
 from tests.tasks.test_damaged_sources import CORPORA
-from tests.tasks.test_prepared import RECORDS, WRONG
+from tests.tasks.test_prepared import RECORDS
 from tests.test_answers import DATA
 from tests.test_tasks import CASES
 
@@ -20,7 +20,6 @@ TASKS = {path.parent.name for path in ROOT.glob("stages/tasks/*/report.py")}
     ("name", "listed", "elsewhere"),
     [
         ("RECORDS in tests/tasks/test_prepared.py", RECORDS, {}),
-        ("WRONG in tests/tasks/test_prepared.py", WRONG, {}),
         (
             "CORPORA in tests/tasks/test_damaged_sources.py",
             {corpus.task for corpus in CORPORA.values()},

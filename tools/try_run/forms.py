@@ -99,7 +99,7 @@ class DetectionForm(Form):
         fields, problems = parse_image(path.name, path.read_bytes(), self.max_pixels)
         if problems:
             raise UserError(f"{path.name}: {'; '.join(problems)}")
-        record = replace(self.sample, **fields, boxes=(), labels=(), categories=(), place=None)
+        record = replace(self.sample, **fields, boxes=(), labels=(), categories=())
         return conversation(record, answered=False)
 
     def shown(self, question: Conversation, answer: str, answerer: Answerer) -> tuple[Image | None, str]:

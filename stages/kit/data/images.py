@@ -8,19 +8,14 @@ import re
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from stages.core.records import shown
 from stages.kit.data.near import Description, describe_image
-
-if TYPE_CHECKING:
-    from stages.kit.data.prepared import PreparedRow
 
 DECODING_ERRORS = (
     OSError,
@@ -71,20 +66,14 @@ class ImageRecord:
     """SHA-256 of the upright image's pixels."""
     look: Description = field(default_factory=lambda: np.empty(0, dtype=np.uint64), compare=False, repr=False)
     """describe_image of it, while the dataset is prepared."""
-    place: PreparedRow | None = field(default=None, compare=False, repr=False)
 
     def description(self) -> Description:
         return self.look
 
     def open_image(self) -> Image.Image:
-        """The decoded image, RGB. Raises UserError if prepared data are damaged."""
-        try:
-            with _unreadable_as_value_error(), _open(self.image) as image:
-                return image.convert("RGB")
-        except ValueError as error:
-            if self.place is None:
-                raise
-            raise self.place.damaged(str(error)) from None
+        """The decoded image, RGB."""
+        with _open(self.image) as image:
+            return image.convert("RGB")
 
     def subject(self) -> str:
         """The image's digest: the same image may not be in two splits."""
@@ -108,33 +97,16 @@ def parse_image(image_id: Any, encoded: Any, max_pixels: int) -> tuple[dict[str,
     if not isinstance(encoded, bytes) or not encoded:
         return {}, [*problems, f"no image: expected its bytes, found {shown(encoded)}"]
     try:
-        with _unreadable_as_value_error():
-            encoded, upright = _upright(encoded, max_pixels)
-            width, height = upright.size
-            # Size and pixels before they are encoded again: copies of an image without loss have one digest.
-            digest = hashlib.sha256(struct.pack("<II", width, height))
-            digest.update(upright.tobytes())
-    except ValueError as error:
-        return {}, [*problems, str(error)]
+        encoded, upright = _upright(encoded, max_pixels)
+        width, height = upright.size
+        # Size and pixels before they are encoded again: copies of an image without loss have one digest.
+        digest = hashlib.sha256(struct.pack("<II", width, height))
+        digest.update(upright.tobytes())
+    except DECODING_ERRORS as error:
+        return {}, [*problems, f"unreadable image: {error}"]
     fields = {"image_id": image_id, "image": encoded, "width": width, "height": height, "sha256": digest.hexdigest()}
     fields["look"] = describe_image(upright)
     return fields, problems
-
-
-def require_prepared_image(row: Mapping[str, Any]) -> None:
-    """Raises ValueError if a prepared row's image is no image, or of another size than the row's."""
-    with _unreadable_as_value_error(), _open(row["image"]) as image:  # the header; the rest is read when needed
-        size = image.size
-    if size != (row["width"], row["height"]):
-        raise ValueError(f"the image is {size}, expected {(row['width'], row['height'])}")
-
-
-@contextmanager
-def _unreadable_as_value_error() -> Iterator[None]:
-    try:
-        yield
-    except DECODING_ERRORS as error:
-        raise ValueError(f"unreadable image: {error}") from error
 
 
 def _open(encoded: bytes) -> Image.Image:

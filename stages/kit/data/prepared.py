@@ -389,18 +389,6 @@ def read_origin(prepared_dir: Path) -> Origin:
     return read_record(Origin, prepared_dir / STATS_FILE, fix=f"dvc repro -f -s prepare@{prepared_dir.name}")
 
 
-@dataclass(frozen=True)
-class PreparedRow:
-    """The place of a prepared record."""
-
-    path: Path
-    row: int
-    """Counted from 0."""
-
-    def damaged(self, problem: str) -> UserError:
-        return UserError(f"{self.path} row {self.row}: {problem}; {_rebuild(self.path.parent)}")
-
-
 def shows_images(prepared_dir: Path) -> bool:
     """Whether conversations of a dataset show images: if any split has some, all have the column."""
     return IMAGE_COLUMN in read_schema(prepared_dir / "train.parquet", fix=_rebuild(prepared_dir)).names
@@ -410,15 +398,15 @@ def read_prepared(
     prepared_dir: Path,
     split: str,
     schema: pa.Schema,
-    parse: Callable[[dict[str, Any], PreparedRow], T],
+    parse: Callable[[dict[str, Any]], T],
     *,
     may_lack: Collection[str] = (),
     may_have: pa.Field | None = None,
 ) -> list[T]:
     """The records of a split that `write_prepared` wrote, in their order, at least one.
 
-    parse: makes a record of a row; raises ValueError or TypeError for an invalid one.
-    may_lack: columns whose value may be missing. may_have: a further column at the end of some files.
+    parse: makes a record of a row, which was checked before it was written. may_lack: columns whose value may be
+    missing. may_have: a further column at the end of some files.
     Raises UserError if the split is not prepared, damaged, or another task's.
     """
     path, fix = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
@@ -435,13 +423,9 @@ def read_prepared(
         raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {fix}")
     records = []
     for number, row in enumerate(read_rows(path, fix=fix)):
-        place = PreparedRow(path, number)
         if missing := [name for name, value in row.items() if value is None and name not in may_lack]:
-            raise place.damaged(f"{', '.join(missing)} is missing")
-        try:
-            records.append(parse(row, place))
-        except (ValueError, TypeError) as error:
-            raise place.damaged(str(error)) from None
+            raise UserError(f"{path} row {number}: {', '.join(missing)} is missing; {fix}")
+        records.append(parse(row))
     if not records:
         raise UserError(f"{path} has no row; {fix}")
     return records

@@ -17,8 +17,6 @@ from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, EvaluationParams
 from stages.core.tasks import load_task
 from stages.kit.data.conversation import Conversation
-from stages.kit.data.images import ImageRecord
-from stages.kit.data.prepared import PreparedRow
 from stages.kit.evaluation.answer import (
     batch_size_for,
     generate_answers,
@@ -32,7 +30,6 @@ from stages.kit.models.prompts import Processor, count_tokens, encode, load_proc
 from stages.kit.planning.cards import usable_bytes
 from stages.kit.planning.ladder import prefill_batch_size
 from tests import ROOT
-from tests.kit.data.images import png
 from tests.tiny import table_conversation
 
 DETECTION = load_task("detection", "samples")
@@ -87,18 +84,6 @@ def predicted_bytes(folder: Path, batch_size: int, *, max_new_tokens: int) -> in
     batch = encode(processor, [longest] * prefill_batch_size(batch_size), padding_side="left")
     limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
     return predict_generation(inference, config, batch, **limits).high_bytes
-
-
-def test_a_damaged_image_is_named_with_its_sample(tiny_vlm: Path) -> None:
-    sound = ImageRecord(image_id="1", image=png(), width=40, height=30)
-    place = PreparedRow(Path("data/prepared/tables/val.parquet"), 3)
-    records = [sound, replace(sound, image=sound.image[:60], place=place)]
-    asked = [replace(TABLES[0], images=[record]) for record in records]
-    profile = replace(TINY, evaluation=EvaluationParams(batch_size=1, max_new_tokens=1))
-    answerer = load_answerer(tiny_vlm, profile, DETECTION, asked, answer_format=None, attempt=0)
-    assert len(answerer.answers(asked[:1])) == 1
-    with pytest.raises(UserError, match=r"val\.parquet row 3"):
-        answerer.answers(asked)
 
 
 def question(index: int) -> Conversation:

@@ -10,7 +10,6 @@ from stages.core.errors import UserError
 from stages.kit.data.prepared import to_row
 from stages.kit.models.prompts import count_tokens, encode, rendered, tokenizer_of
 from stages.tasks.chat.samples import IMAGES, SCHEMA, Message, Record, conversation, probes, read_split
-from tests.kit.data.images import png
 from tests.tasks.chat.conversations import with_images
 from tests.tiny_families import TEMPLATES, VISION, processor_for, tokenizer_for
 
@@ -105,24 +104,6 @@ def test_a_split_with_images_is_read_as_written(tmp_path: Path) -> None:
     assert found == RECORDS
     assert [each.content() for each in found] == [each.content() for each in RECORDS]
     assert all(each.open_image().size == (40, 30) for record in found for each in record.shown_images)
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"image": b"<html>"}, "none of JPEG, PNG, WEBP"),
-        ({"image": png(size=(40, 31))}, r"\(40, 31\), expected \(40, 30\)"),
-        ({"message": 2}, "place 0 of message 3"),
-        ({"offset": 9}, "place 9 of message 1"),
-        ({"message": 1}, "message 2 shows an image"),
-        ({"offset": 3}, "not in the order"),
-    ],
-)
-def test_a_damaged_image_is_named_with_its_row(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
-    damaged = rows()
-    damaged[0]["images"][0] |= change
-    with pytest.raises(UserError, match=f"val.parquet row 0: .*{problem}.*dvc repro"):
-        read_split(written(tmp_path, damaged), "val")
 
 
 def test_the_column_of_images_may_be_missing_but_not_another_one(tmp_path: Path) -> None:

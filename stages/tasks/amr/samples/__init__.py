@@ -16,7 +16,7 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from stages.core.errors import UserError
 from stages.core.families import require_text
 from stages.kit.data.conversation import Conversation, message
 from stages.kit.data.near import Description, describe_text
-from stages.kit.data.prepared import PreparedRow, read_prepared
+from stages.kit.data.prepared import read_prepared
 from stages.kit.data.texts import same_text
 from stages.tasks.amr.samples.blocks import read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import (
@@ -85,7 +85,6 @@ class Record:
     """Path of the source, relative to the dataset's folder."""
     line: int
     """Line of the sentence, counted from 1."""
-    place: PreparedRow | None = field(default=None, compare=False, repr=False)
 
     def subject(self) -> str:
         """A digest, equal for records that may not be in two splits: those of the same sentence."""
@@ -98,20 +97,12 @@ class Record:
         return [self.sentence, self.graph, self.canonical]
 
     def parsed(self) -> Node:
-        """The canonical graph. Raises UserError if the prepared data are damaged."""
-        return self._read(self.canonical)
+        """The canonical graph."""
+        return read_graph(self.canonical)
 
     def parsed_as_written(self) -> Node:
-        """The graph as it was read. Raises UserError if the prepared data are damaged."""
-        return self._read(self.graph)
-
-    def _read(self, graph: str) -> Node:
-        try:
-            return read_graph(graph)
-        except MalformedGraph as malformed:
-            if self.place is None:
-                raise
-            raise self.place.damaged(str(malformed)) from None
+        """The graph as it was read."""
+        return read_graph(self.graph)
 
 
 def _subject(sentence: str) -> str:
@@ -128,7 +119,7 @@ def read_split(prepared_dir: Path, split: str) -> list[Record]:
 
     Raises UserError if prepare has not run, or its output is damaged.
     """
-    return read_prepared(prepared_dir, split, SCHEMA, lambda row, place: Record(**row, place=place))
+    return read_prepared(prepared_dir, split, SCHEMA, lambda row: Record(**row))
 
 
 def read_answers(path: Path, records: Sequence[Record], answer_format: str) -> Iterator[tuple[int, str, str]]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from PIL import Image
@@ -18,9 +18,9 @@ from PIL import Image
 from stages.core.families import family_of
 from stages.core.records import shown
 from stages.kit.data.conversation import Conversation, message
-from stages.kit.data.images import ImageRecord, require_prepared_image
+from stages.kit.data.images import ImageRecord
 from stages.kit.data.near import Description, describe_text
-from stages.kit.data.prepared import IMAGE_COLUMN, PreparedRow, read_prepared, to_row
+from stages.kit.data.prepared import IMAGE_COLUMN, read_prepared, to_row
 from stages.kit.data.texts import TextMetric, same_text
 
 SCHEMA = pa.schema(
@@ -147,24 +147,10 @@ def read_split(prepared_dir: Path, split: str) -> list[Record]:
     return read_prepared(prepared_dir, split, SCHEMA, _from_row, may_have=IMAGES)
 
 
-def _from_row(row: dict[str, Any], place: PreparedRow) -> Record:
+def _from_row(row: dict[str, Any]) -> Record:
+    images = tuple(MessageImage(**fields) for fields in row.pop(IMAGES.name, ()))
     messages = tuple(Message(**message) for message in row["messages"])
-    if any(message.content is None for message in messages):
-        raise ValueError("a message has no content")
-    images = tuple(_image(fields, place) for fields in row.pop(IMAGES.name, ()))
-    positions = [(image.message, image.offset) for image in images]
-    if problems := order_problems(messages) or image_problems(messages, positions):
-        raise ValueError(problems[0])
-    if unknown := [name for name in row["metrics"] if name not in get_args(TextMetric)]:
-        raise ValueError(f"unknown metric {unknown[0]!r}")
     return Record(**{**row, "messages": messages, "metrics": tuple(row["metrics"]), "shown_images": images})
-
-
-def _image(fields: dict[str, Any], place: PreparedRow) -> MessageImage:
-    if missing := [name for name, value in fields.items() if value is None]:
-        raise ValueError(f"an image has no {missing[0]}")
-    require_prepared_image(fields)
-    return MessageImage(**fields, place=place)
 
 
 def check(model_type: str) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pyarrow as pa
 from PIL import Image, ImageDraw
 
 from stages.kit.data.conversation import Conversation, message
-from stages.kit.data.images import ImageRecord, require_prepared_image
-from stages.kit.data.prepared import PreparedRow, read_prepared
+from stages.kit.data.images import ImageRecord
+from stages.kit.data.prepared import read_prepared
 from stages.tasks.detection.samples.boxes import (
     TARGET,
     AnswerForm,
@@ -21,7 +21,6 @@ from stages.tasks.detection.samples.boxes import (
     codec_of,
     encode_boxes,
     reading_order,
-    require_box,
 )
 
 ScoredBoxes = Literal["first", "all"]
@@ -85,20 +84,9 @@ def read_split(prepared_dir: Path, split: str) -> list[DetectionRecord]:
     return read_prepared(prepared_dir, split, SCHEMA, _from_row)
 
 
-def _from_row(row: dict[str, Any], place: PreparedRow) -> DetectionRecord:
-    boxes = tuple(require_box(tuple(box)) for box in row["boxes"])
-    texts: dict[str, Any] = {name: tuple(row[name]) for name in ("categories", "labels", "asked")}
-    known_labels = {None, *(texts["asked"] or texts["labels"])}
-    if not (
-        len(boxes) == len(texts["categories"]) == len(texts["labels"])
-        and None not in texts["categories"]
-        and known_labels.issuperset(texts["labels"])
-        and row["answer"] in get_args(AnswerForm)
-        and row["scored_boxes"] in get_args(ScoredBoxes)
-    ):
-        raise ValueError(f"its fields contradict each other: {len(boxes)} boxes, {texts}, {row['answer']!r}")
-    require_prepared_image(row)
-    return DetectionRecord(**{**row, **texts, "boxes": boxes}, place=place)
+def _from_row(row: dict[str, Any]) -> DetectionRecord:
+    texts = {name: tuple(row[name]) for name in ("categories", "labels", "asked")}
+    return DetectionRecord(**{**row, **texts, "boxes": tuple(map(tuple, row["boxes"]))})
 
 
 def check(model_type: str) -> None:
