@@ -1,7 +1,7 @@
 """Simulated rates of claiming what is not so, and of finding what is.
 
 Reads   nothing
-Writes  nothing; prints the tables of docs/statistics.md
+Writes  nothing; prints the tables of docs/tables/simulation.txt
 Run     python -m tests.benchmarks.false_claims --reports 1000
 
 A simulated report has six recipes on the same samples and ten questions, those of detection, and what matters is
@@ -11,9 +11,10 @@ they are; on average all recipes are equally good, or the first is better.
 First table, a report: `false claims` is the share of reports with any claim though nothing differs; `beside a true one`
 that of reports with a false one where the first recipe is better; `found` the share of the five questions about that
 recipe in which it is shown. Second table, a race: `wrong` is the share of races that name a recipe which is worse than
-the best by what matters; `fewer` how many trainings a race saves against a fixed number of seeds of each recipe that
-decides as often. Where models are compared (one seed), luck of training would be a true difference between them: there
-it is left out.
+the best by what matters; `decided` that of races that name one by the last look, and `a best one named` the share of
+these that name the best or an equal; `without a race` is the number of trainings of equally many seeds of each recipe
+that decide as often, and `fewer` what a race saves against it. Where models are compared (one seed), luck
+of training would be a true difference between them: there it is left out.
 """
 
 from __future__ import annotations
