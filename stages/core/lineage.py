@@ -12,25 +12,24 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from stages.core.environment import usable_cores
 from stages.core.errors import UserError
-from stages.core.records import damaged, read_record
+from stages.core.records import STRICT, damaged, read_record
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 LINEAGE_FILE = "lineage.json"
 
-_strict = ConfigDict(extra="forbid", strict=True)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Lineage:
     kind: str
     """base, trained, merged or built; answers for a file of them."""
@@ -42,8 +41,6 @@ class Lineage:
     """Origin of a base: {"hub": id, "revision": commit}, {"folder": path}; empty for a model made here."""
     parents: dict[str, Parent] = field(default_factory=dict)
     """Parents by role: base, trained, and expert/NAME for each expert of a build."""
-
-    __pydantic_config__ = _strict
 
     def bases(self) -> Iterator[Lineage]:
         """Itself, its base, its base's base, and so on."""
@@ -63,17 +60,15 @@ class Lineage:
             yield from parent.lineage.tree()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Parent:
     path: Annotated[str, Field(pattern=r"^(\.\./){1,3}[^./\\\x00][^/\\\x00]*(/[^./\\\x00][^/\\\x00]*)*$")]
     """Path relative to the folder of the lineage.json, within its workspace: every model folder lies at least three
     levels deep in it."""
     lineage: Lineage
 
-    __pydantic_config__ = _strict
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class _Sealed(Lineage):
     """The content of lineage.json."""
 

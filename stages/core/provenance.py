@@ -13,18 +13,16 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.records import Record
+from stages.core.records import STRICT, Record
 
 PROVENANCE_DIR = "data/provenance"
 """Folder of the records: those of a task's runs in a folder TASK, all others beside it."""
 
-_strict = ConfigDict(extra="forbid", strict=True)
 
-
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Machine:
     """Packages and hardware as the stage's own process saw them, in its container if it had one."""
 
@@ -44,7 +42,7 @@ class Machine:
     memory_gib: float
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Provenance(Record):
     stage: str
     """DVC's name for it, e.g. "train@r1-llm-only"."""

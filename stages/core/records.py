@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Any, Self, TypeVar, get_args, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
@@ -38,6 +38,11 @@ MAX_BYTES = 64 * 2**20
 """Limit of a file, whose values may take twenty times that. The largest tokenizer.json of the families has 33 MB."""
 MAX_YAML_BYTES = 2**18
 """Limit of YAML, which takes up to 25 seconds a megabyte. params.yaml has 18 KB."""
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+"""Configuration of a dataclass of a file: no unknown key, no value of another type, no figure that is not finite."""
+STRICT_OR_NAN = ConfigDict(extra="forbid", strict=True)
+"""STRICT for records whose figures may be NaN, as after a training that diverged."""
 
 T = TypeVar("T")
 

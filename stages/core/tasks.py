@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
-from stages.core.params.schema import STRICT, DatasetParams
-from stages.core.records import parse, problems, refusal
+from stages.core.params.schema import DatasetParams
+from stages.core.records import STRICT, parse, problems, refusal
 
 MODULES = ("sources", "samples", "scoring", "report", "predictions")
 

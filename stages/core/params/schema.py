@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
-from stages.core.records import nearest
+from stages.core.records import STRICT, nearest
 
 Part = Literal["vision", "projector", "llm"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "llm")
@@ -68,8 +68,6 @@ SBATCH_OPTIONS = (
 SbatchOption = Annotated[str, Field(pattern=rf"^--({SBATCH_OPTIONS})(=[^\s]{{0,997}})?$")]
 """sbatch's options that choose resources, time and accounting. Of the others some run a command (--wrap) or write and
 read files (--error, --export-file), which a params.yaml from a stranger may not; sbatch takes abbreviations too."""
-
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.records import read_settings
+from stages.core.records import STRICT, read_settings
 
 ASSUMED = "assumed"
 SHIPPED_PATH = Path(__file__).with_name("calibration.yaml")
 
-_strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Constant:
     value: float
     measured: Annotated[str, Field(pattern=r"^(assumed|\S.*, \d{4}-\d{2}-\d{2})$")]
@@ -30,7 +28,7 @@ class Constant:
         return round(self.value * 2**20)
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Calibration:
     """calibration.yaml describes each constant; the end of its name is its unit, without one it is a share."""
 

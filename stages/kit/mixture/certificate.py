@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pydantic.dataclasses import dataclass
 
-from stages.core.records import Record
+from stages.core.records import STRICT_OR_NAN, Record
 
 # Limit of the deviation between an expert's logits and those of the mixture that uses this expert alone, as a share of
 # the expert's. Only the order of additions differs; every limit is a small multiple of the dtype's rounding.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
 class Change:
     """Distance of an expert from the base: the norm of the difference of their weights over the norm of the base's."""
 
@@ -20,7 +20,7 @@ class Change:
     """All other weights; a mixture has the base's, so this change is lost."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
 class Routing:
     """Routing of some tokens, averaged over tokens and the layers with a router."""
 
@@ -31,7 +31,7 @@ class Routing:
     of one expert, 1 for one that rates all alike."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
 class Domain:
     """The mixture on the probes of one expert's domain."""
 
@@ -42,7 +42,7 @@ class Domain:
     routing: Routing
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
 class BuildCertificate(Record):
     build: str
     built_digest: str

@@ -6,16 +6,16 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, short, verified_lineage
 from stages.core.params.schema import Params, made_by
-from stages.core.records import Record, rebuild
+from stages.core.records import STRICT_OR_NAN, Record, rebuild
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 TOLERANCE = {"fp32": 1e-2, "fp16": 1e-1, "bf16": 5e-1}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
 class QuantizationCost:
     """The effect of merging an adapter that was trained on quantized weights into the unquantized ones."""
 
@@ -42,8 +42,6 @@ class QuantizationCost:
     """The task's metrics of the model as it was trained, on quantized weights."""
     merged: dict[str, float | int | str]
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
-
     def __str__(self) -> str:
         same = f"{self.same_answers} of {self.samples} answers are the same"
         if self.logit_deviation is None:
@@ -51,7 +49,7 @@ class QuantizationCost:
         return f"{same}, logits off by {self.logit_deviation:.2g} of what training changed"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
 class MergeCertificate(Record):
     recipe: str
     merged_digest: str
@@ -74,8 +72,6 @@ class MergeCertificate(Record):
     """Quantization of the frozen weights in training; an adapter on nf4 weights is merged into unquantized ones."""
     quantization_cost: QuantizationCost | None = None
     """None if nothing was quantized."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     @property
     def digest(self) -> str:

@@ -19,11 +19,11 @@ from traceback import walk_tb
 from typing import Annotated, Any, NamedTuple, Self
 
 import psutil
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import OutOfMemory, pluralize
-from stages.core.records import Record
+from stages.core.records import STRICT, Record
 
 log = logging.getLogger("stages")
 
@@ -35,7 +35,7 @@ Amount = Annotated[int, Field(ge=0, lt=2**63)]
 """Bytes, summed over GPUs; their peaks need not be at one moment."""
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class StageMemory(Record):
     stage: str
     name: str

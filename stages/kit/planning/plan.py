@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
@@ -31,18 +31,16 @@ from stages.core.params.schema import (
     Seed,
     Size,
 )
-from stages.core.records import Record, damaged, rebuild, shown
+from stages.core.records import STRICT, Record, damaged, rebuild, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 DATA_PARALLEL = ("ddp", "sharded")
 """Placements with one process per device, each with samples of its own."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Schedule:
     train_samples: Positive
     effective_batch: Size
@@ -60,7 +58,7 @@ class Schedule:
     max_grad_norm: Rate
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Validation:
     """Validation while training, and what follows from it."""
 
@@ -82,7 +80,7 @@ class Validation:
     """Validations without a new best after which the training stops; None for any number."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Plan(Record):
     recipe: str
     profile: str

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeVar, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.records import Record
+from stages.core.records import STRICT, Record
 
 GIB = 2**30
 
@@ -24,10 +24,8 @@ what torch's allocator keeps beyond what is requested of it, CUDA's context and 
 Verdict = Literal["fits", "too close", "does not fit"]
 Name = TypeVar("Name", bound=str)
 
-_strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Prediction:
     allocated_bytes: int
     """Peak of all tensors, as torch.cuda.max_memory_allocated counts it."""
@@ -77,7 +75,7 @@ class Prediction:
         return lines
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class MemoryRecord(Record):
     """data/runs/RECIPE/memory.json: a prediction as metrics that experiments are compared by; amounts in GiB."""
 

@@ -9,12 +9,12 @@ from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
 from stages.core.params.schema import TrackingParams
-from stages.core.records import Record, publish_text
+from stages.core.records import STRICT_OR_NAN, Record, publish_text
 from stages.kit.planning.plan import Validation
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Log = Sequence[Mapping[str, Any]]
 """Trainer's log: an entry has its step, and figures by name."""
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
+@dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
 class TrainingRecord(Record):
     recipe: str
     profile: str

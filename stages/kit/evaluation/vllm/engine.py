@@ -21,13 +21,14 @@ from itertools import zip_longest
 from pathlib import Path
 from signal import SIGKILL
 
+import pydantic
 import torch
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 from transformers import GenerationConfig, PreTrainedModel
 
 from stages.core.errors import OutOfMemory, UserError, listed, pluralize
 from stages.core.params.schema import ProfileParams
-from stages.core.records import Record
+from stages.core.records import STRICT_OR_NAN, Record
 from stages.core.signals import end_with_parent
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
@@ -67,7 +68,7 @@ TOLERANCE = {
 """Limits for each precision."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
 class EngineCertificate(Record):
     """vLLM answers as a run's own model does."""
 
@@ -93,8 +94,6 @@ class EngineCertificate(Record):
     """Mean over all tokens."""
     same_answers: int
     """Samples that our own model answers word for word alike."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     def __str__(self) -> str:
         return (

@@ -20,8 +20,8 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError, pluralize
 from stages.core.given_files import given_files, require_own
-from stages.core.params.schema import STRICT, DatasetParams, Text
-from stages.core.records import cut, dotted, shown
+from stages.core.params.schema import DatasetParams, Text
+from stages.core.records import STRICT, cut, dotted, shown
 from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
 from stages.kit.data.parquet import read_rows
 from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.params.schema import STRICT, Text
-from stages.core.records import cut, shown
+from stages.core.params.schema import Text
+from stages.core.records import STRICT, cut, shown
 from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
 from stages.kit.data.texts import markup_problem
 from stages.tasks.detection.samples import PROMPT, DetectionRecord, ScoredBoxes
