@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -221,7 +222,11 @@ class Predictions:
         params = replace(self.params, profiles={**self.params.profiles, self.params.profile: profile})
         has_data = inputs.has_tokenizer and inputs.data_dir is not None
         options: dict[str, Any] = {"base_dir": inputs.config_dir, "has_data": has_data, "made": self.made}
-        with Console(stderr=True, force_jupyter=False).status(f"{recipe}: predicting", spinner="line"):
+        # A notebook's stderr says that it is a terminal, and would keep each turn of the spinner.
+        console = Console(
+            stderr=True, force_jupyter=False, force_terminal=None if sys.stderr is sys.__stderr__ else False
+        )
+        with console.status(f"{recipe}: predicting", spinner="line"):
             found = preview(params, recipe, config_of_base(inputs), **options)
             fit = fastest_fit(found.fit, found.predict) if profile.memory.fit == "fill" else found.fit
             return found, fit, cheapest_fit(fit, found.predict)

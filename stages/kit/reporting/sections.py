@@ -120,7 +120,7 @@ def print_comparison(comparison: Comparison, table: Table, console: Console) -> 
 
 def comparison_text(comparison: Comparison, table: Table) -> str:
     """The terminal's output without colours, TEXT_WIDTH wide."""
-    console = Console(file=io.StringIO(), width=TEXT_WIDTH, color_system=None, highlight=False)
+    console = Console(file=io.StringIO(), width=TEXT_WIDTH, color_system=None, highlight=False, force_jupyter=False)
     with console.capture() as capture:
         print_comparison(comparison, table, console)
     return capture.get()
