@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -97,8 +94,6 @@ def _rows_at_once(file: pq.ParquetFile, columns: Sequence[str] | None, path: Pat
     """The number of rows that fit MAX_BYTES in any case: a file can hold a large value once, and a few bytes for each
     of many rows, or items of a row's list, that have it. Raises UserError if a single row would not fit.
     """
-    if not _metadata_is_whole(file):
-        raise UserError(f"{path} cannot be read as parquet: its metadata contradict each other; {_FETCH}")
     largest = 1
     for group in (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)):
         for chunk in (group.column(index) for index in range(group.num_columns)):
@@ -113,23 +108,6 @@ def _rows_at_once(file: pq.ParquetFile, columns: Sequence[str] | None, path: Pat
                 )
             largest = max(largest, int(size))
     return max(1, min(ROW_GROUP, MAX_BYTES // largest))
-
-
-def _metadata_is_whole(file: pq.ParquetFile) -> bool:
-    """Whether every column's metadata can be read, which a child process tries: pyarrow 26 aborts the process where
-    they contradict each other ("histogram size mismatch")."""
-    if (child := os.fork()) == 0:
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # C++ would report the abort, and faulthandler
-            signal.signal(signal.SIGABRT, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
-                for index in range(group.num_columns):
-                    group.column(index)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1] == 0
 
 
 def _open(path: Path, fix: str = _FETCH) -> pq.ParquetFile:
