@@ -178,14 +178,6 @@ class _Constructor(SafeConstructor):
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
-def read_yaml(kind: type[T], path: Path) -> T:
-    """A YAML 1.2 file as a dataclass.
-
-    Raises Unreadable if it is not YAML, ValidationError if it does not fit the dataclass; OSError.
-    """
-    return parse(kind, parse_yaml(read_plain(path)))
-
-
 def parse_json(content: bytes) -> Any:
     """Untrusted JSON as plain values. Raises Unreadable if it is no JSON, nested too deep, or has NaN or infinity, or a
     key twice: readers differ in which of the two they take."""

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from stages.core.lineage import combined_digest, file_digest, read_lineage
-from stages.core.records import parse_yaml, read_yaml, yaml_text
+from stages.core.records import parse, parse_yaml, yaml_text
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan
 from stages.kit.publishing.check import CARD_FILE, CERTIFICATE, LINEAGE, METRICS, MODEL, PLAN, check_published
@@ -320,7 +320,7 @@ def test_a_change_that_somebody_else_signs_contradicts_the_rest(copy: Path, file
 
 
 def test_the_plan_of_a_training_that_ran_out_of_memory_may_be_the_lowered_one(copy: Path) -> None:
-    lower = lowered(read_yaml(Plan, copy / PLAN), 1)
+    lower = lowered(parse(Plan, parse_yaml((copy / PLAN).read_text())), 1)
     assert lower is not None
     plan = json.loads(json.dumps(asdict(lower)))
     both(in_record("train", "attempt", to=1), in_record("train", "plan", to=plan), sign_again)(copy)

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError, pluralize
-from stages.core.records import Unreadable, problems, read_yaml, refusal
+from stages.core.records import read_settings
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import EmptyText, UnreadableText
 from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
@@ -70,15 +70,13 @@ def read(folder: Folder) -> Splits:
 
 
 def _data_file(folder: Folder, path: str) -> DataFile:
+    if PurePosixPath(path).name not in NAMES:
+        return read_settings(DataFile, folder.root / path)
     try:
-        text = folder.text(path)
-        if PurePosixPath(path).name in NAMES:
-            return DataFile(names=[line.strip() for line in text.splitlines() if line.strip()])
-        return read_yaml(DataFile, folder.root / path)
-    except (UnreadableText, Unreadable) as error:
+        lines = folder.text(path).splitlines()
+    except UnreadableText as error:
         raise UserError(f"{folder.root / path} cannot be read: {error}") from None
-    except ValidationError as error:
-        raise refusal(folder.root / path, problems(error, DataFile)) from None
+    return DataFile(names=[line.strip() for line in lines if line.strip()])
 
 
 def _below(folder: Folder, entry: str, data_file: str) -> list[str]:
