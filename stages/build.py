@@ -25,7 +25,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.mixture.build import build_mixture
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import gpus_in_use, load_model, see_only
-from stages.kit.planning.memory_use import MemoryLog, write_stage_memory
+from stages.kit.planning.memory_use import MemoryLog
 
 log = logging.getLogger("stages")
 
@@ -55,7 +55,7 @@ def main(name: str) -> None:
     certificate = build_mixture(
         Path("data/builds") / name, base, experts, probes, top_k=build.top_k, precision=precision, load=load
     )
-    write_stage_memory(memory.finish("build", name), task=build.task)
+    memory.write("build", name, task=build.task)
     for expert, domain in certificate.domains.items():
         weights = zip(build.recipes, domain.routing.load, strict=True)
         shares = ", ".join(f"{other} {share:.0%}" for other, share in weights)

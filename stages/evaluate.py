@@ -35,7 +35,7 @@ from stages.kit.evaluation.answer import load_answerer
 from stages.kit.evaluation.score import failures, read_answers, score_answers, write_examples
 from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
 from stages.kit.models.certificate import certified_model
-from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
+from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import MemoryRecord, beside_measured
 from stages.kit.reporting.runs import FAILURE, cards_dir, write_card
@@ -73,7 +73,7 @@ def main(name: str, attempt: int) -> None:
     write_card(run_dir, card_dir, lineage=evaluation.lineage)
     if evaluation.certificate:
         evaluation.certificate.write(card_dir / CERTIFICATE_FILE)
-    write_stage_memory(evaluation.memory.finish("evaluate", name), task=task.name)
+    evaluation.memory.write("evaluate", name, task=task.name)
     log.info("%s: %s", name, scoring.summary(metrics))
     track_evaluation(params.tracking, name, metrics, run_dir / "examples", model=evaluation.lineage)
 
@@ -126,7 +126,7 @@ def evaluate_model(
             attempt=attempt,
         )
         completions = engine.answer(run_dir)
-    answerer = load_answerer(
+    answerer, memory = load_answerer(
         model_dir, profile, task.samples, questions, answer_format=task.answer_format, attempt=attempt
     )
     if engine and completions:
@@ -139,9 +139,7 @@ def evaluate_model(
         **({"engine": certificate.engine} if certificate else {}),
         **(memory_metrics(run_dir) if name in params.recipes else {}),
     }
-    return Evaluation(
-        metrics=metrics, rows=scored.rows, lineage=lineage, memory=answerer.memory, certificate=certificate
-    )
+    return Evaluation(metrics=metrics, rows=scored.rows, lineage=lineage, memory=memory, certificate=certificate)
 
 
 def evaluate_file(

@@ -35,7 +35,7 @@ from stages.kit.evaluation.score import score_answers
 from stages.kit.models.load import gpus_in_use, load_model, see_only
 from stages.kit.models.merge import merge_certified, quantization_cost
 from stages.kit.models.prompts import load_processor, takes
-from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
+from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.kit.planning.plan import read_plan
 from stages.kit.training.records import TrainingRecord
 
@@ -96,7 +96,6 @@ def main(recipe: str, attempt: int) -> None:
                     answer_format=plan.answer_format,
                     batch_size=batch_size,
                     settings=settings,
-                    memory=memory,
                 )
                 scored = score_answers(answerer, records, questions, scoring)
                 return scored.answers, scored.metrics
@@ -109,7 +108,7 @@ def main(recipe: str, attempt: int) -> None:
             log.info("trained on %s weights: %s", quantization, scoring.summary(cost.trained))
             log.info("merged into unquantized ones: %s; %s", scoring.summary(cost.merged), cost)
     certificate.write(run_dir / "merge.json")
-    write_stage_memory(memory.finish("merge", recipe), task=plan.task)
+    memory.write("merge", recipe, task=plan.task)
     log.info("merged %s, content %s: %s", recipe, short(certificate.merged_digest), certificate)
 
 

@@ -45,12 +45,14 @@ def main(name: str, attempt: int) -> None:
 
     samples = load_task(wanted.task, "samples")
     questions = [task.conversation(each, answer_format=answer_format) for each in inputs]
-    answerer = load_answerer(model_dir, params.active, samples, questions, answer_format=answer_format, attempt=attempt)
+    answerer, memory = load_answerer(
+        model_dir, params.active, samples, questions, answer_format=answer_format, attempt=attempt
+    )
     answers = answerer.answers(questions)
     submission = task.submission(inputs, answers, answer_format=answer_format)
     path = Path("data/predictions") / f"{name}.txt"
     publish_text(submission.text, path)
-    answerer.memory.finish("predict", name)
+    memory.finish("predict", name)
     log.info("%s: %d answers of %s; %s", path, len(inputs), wanted.recipe, submission.summary())
 
 

@@ -37,7 +37,7 @@ from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import gpus_in_use, load_base, process_mesh, shard
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.ladder import planned, settings
-from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
+from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
@@ -83,7 +83,7 @@ def train(plan: Plan, attempt: int) -> None:
     data, validator = {"data": Path(plan.data_dir, "train.parquet")}, None
     if plan.validation is not None:
         data["validation"] = Path(plan.data_dir, f"{plan.validation.split}.parquet")
-        validator = Validator.for_plan(plan, processor, memory, samples, load_task(plan.task, "scoring"))
+        validator = Validator.for_plan(plan, processor, samples, load_task(plan.task, "scoring"))
     identity = identity_of(plan, attempt=attempt, base=base, data=data)
 
     model = load(plan)
@@ -105,7 +105,7 @@ def train(plan: Plan, attempt: int) -> None:
             trace = train_to_the_end(trainer, checkpoints, params.checkpoints)
         save(trainer, trace, base, attempt, training_dir, trained_dir)
     if first:
-        write_stage_memory(memory.finish("train", plan.recipe), task=plan.task)
+        memory.write("train", plan.recipe, task=plan.task)
 
 
 def load(plan: Plan) -> PreTrainedModel | PeftModel:

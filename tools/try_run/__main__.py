@@ -88,7 +88,7 @@ def load_models(run: Run, *, with_base: bool) -> list[LoadedModel]:
     return [
         LoadedModel(
             name=f"{name} ({short(lineage.digest)})",
-            answerer=load_answerer(folder, profile, samples, [], answer_format=run.answer_format, attempt=0),
+            answerer=load_answerer(folder, profile, samples, [], answer_format=run.answer_format, attempt=0)[0],
         )
         for name, (folder, lineage) in folders.items()
     ]

@@ -50,7 +50,6 @@ class Answerer:
     batch_size: int
     """Generation batch size, from `batch_size_for`."""
     settings: EvaluationParams
-    memory: MemoryLog
 
     @property
     def model_samples(self) -> Any:
@@ -122,8 +121,9 @@ def load_answerer(
     *,
     answer_format: str | None,
     attempt: int,
-) -> Answerer:
-    """The model of a folder on one device of the profile, ready to answer these questions.
+) -> tuple[Answerer, MemoryLog]:
+    """The model of a folder on one device of the profile, ready to answer these questions, and the memory that loading
+    took.
 
     samples: of the task. attempt: times to halve the batch.
     Raises UserError if the batch cannot be halved so often, and for a model that the task does not have.
@@ -135,15 +135,15 @@ def load_answerer(
     model = load_certified(model_dir, device=device, precision=precision, attn=attn).eval()
     memory.loaded()
     samples.check(model.config.model_type)
-    return Answerer(
+    answerer = Answerer(
         model=model,
         processor=load_processor(model_dir, profile.images),
         samples=samples,
         answer_format=answer_format,
         batch_size=batch_size,
         settings=profile.evaluation,
-        memory=memory,
     )
+    return answerer, memory
 
 
 def completion_of(samples: ModuleType, answer_format: str | None) -> Callable[[str], bool] | None:

@@ -27,7 +27,6 @@ from stages.kit.evaluation.score import score_answers
 from stages.kit.internals.transformers_internals import attending_by, on_device
 from stages.kit.models.load import resolve_attention
 from stages.kit.models.prompts import Processor, count_tokens
-from stages.kit.planning.memory_use import MemoryLog
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.records import LOSS, SCORE
@@ -46,9 +45,7 @@ class Validator:
     """The mean score of a model's answers to the first of them, larger for a better model; None without answers."""
 
     @classmethod
-    def for_plan(
-        cls, plan: Plan, processor: Processor, memory: MemoryLog, samples: ModuleType, scoring: ModuleType
-    ) -> Validator:
+    def for_plan(cls, plan: Plan, processor: Processor, samples: ModuleType, scoring: ModuleType) -> Validator:
         """The validator of a plan, which answers and scores as `evaluate` does. samples, scoring: the task's modules of
         these names."""
         wanted = plan.validation
@@ -67,7 +64,6 @@ class Validator:
                 answer_format=plan.answer_format,
                 batch_size=plan.schedule.micro_batch,
                 settings=EvaluationParams(max_new_tokens=wanted.max_new_tokens, max_length=wanted.max_length),
-                memory=memory,
             )
             rows = score_answers(answerer, asked, questions, scoring).rows
             return fmean(row[scoring.ordered_by(record)] for record, row in zip(asked, rows, strict=True))

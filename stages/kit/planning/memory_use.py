@@ -64,10 +64,6 @@ def stage_memory_path(data_dir: Path, task: str, *, name: str, stage: str) -> Pa
     return data_dir / "report" / task / "memory" / name / f"{stage}.json"
 
 
-def write_stage_memory(memory: StageMemory, *, task: str) -> None:
-    memory.write(stage_memory_path(Path("data"), task, name=memory.name, stage=memory.stage))
-
-
 class MemoryLog:
     """Readings of one stage, each a line of its log; create it right before the stage loads a model.
 
@@ -102,6 +98,10 @@ class MemoryLog:
             free_loaded_bytes=self._loaded.free_bytes,
             peak_bytes=peak_bytes,
         )
+
+    def write(self, stage: str, name: str, *, task: str) -> None:
+        """Take the last reading, and write the record."""
+        self.finish(stage, name).write(stage_memory_path(Path("data"), task, name=name, stage=stage))
 
     def _read(self, when: str) -> Reading:
         reading = gpu_reading(self._gpus) if self._gpus else cpu_reading()

@@ -40,7 +40,7 @@ TABLES = [table_conversation(index, answered=False) for index in range(5)]
 @pytest.mark.parametrize(("attempt", "batches"), [(0, [2, 2, 1]), (1, [1] * 5), (4, [1] * 5)])
 def test_each_attempt_halves_the_batch(tiny_vlm: Path, attempt: int, batches: list[int]) -> None:
     profile = replace(TINY, evaluation=EvaluationParams(batch_size=16, max_new_tokens=1))
-    answerer = load_answerer(tiny_vlm, profile, DETECTION, TABLES, answer_format=None, attempt=attempt)
+    answerer, _ = load_answerer(tiny_vlm, profile, DETECTION, TABLES, answer_format=None, attempt=attempt)
     seen = []
     answerer.model.model.visual.register_forward_pre_hook(
         lambda _module, _args, inputs: seen.append(len(inputs["grid_thw"])), with_kwargs=True
