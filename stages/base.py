@@ -15,16 +15,9 @@ import click
 from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import short, write_lineage
 from stages.core.params import load_params
-from stages.core.params.schema import Params
 from stages.core.records import published
-from stages.core.tasks import load_task
 from stages.kit.data.sources import fetch_snapshot
-from stages.kit.models.folders import (
-    MODEL_FILES,
-    check_model_folder,
-    copy_model_files,
-    model_type,
-)
+from stages.kit.models.folders import MODEL_FILES, check_model_folder, copy_model_files, model_type
 from stages.kit.models.prompts import check_chat_template
 
 log = logging.getLogger("stages")
@@ -47,31 +40,15 @@ def main(name: str) -> None:
             source = {"folder": where}
         try:
             check_model_folder(folder)
-            refuse_unfit(name, model_type(folder), params)
+            family = model_type(folder)
             check_chat_template(folder)
         except UserError as error:  # about the copy, which the user does not know
             raise UserError(error.message.replace(str(folder), where)) from None
         lineage = write_lineage(folder, kind="base", name=name, source=source)
     size = sum(path.stat().st_size for path in (Path("data/bases") / name).rglob("*"))
-    log.info("base %s from %s %s: %.1f MB, content %s", name, kind, where, size / 1e6, short(lineage.digest))
-
-
-def refuse_unfit(name: str, family: str, params: Params) -> None:
-    """Raises UserError where no recipe or baseline that starts from the base has a task for models of its family.
-
-    Recipes are no parameters of this stage, as nothing that it leaves depends on them: `plan` asks the same of each.
-    """
-    users = [(recipe.task, params.root(each)) for each, recipe in params.recipes.items()]
-    users += [(baseline.task, baseline.base) for baseline in params.baselines.values()]
-    asked = {task for task, root in users if root == f"bases/{name}"}
-    problems = []
-    for task in sorted(asked):
-        try:
-            load_task(task, "samples").check(family)
-        except UserError as error:
-            problems.append(error.message)
-    if problems and len(problems) == len(asked):
-        raise UserError(f"base {name} is of no use to the recipes that start from it: {problems[0]}")
+    log.info(
+        "base %s from %s %s: %s, %.1f MB, content %s", name, kind, where, family, size / 1e6, short(lineage.digest)
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The stage that copies a base model, and the folders that it refuses."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -22,19 +21,6 @@ def base(name: str, source: Path | str, workspace: Path, monkeypatch: pytest.Mon
     result = CliRunner().invoke(stages.base.main, [name])
     assert isinstance(result.exception, SystemExit | None), result.exception
     return result.exit_code, result.output
-
-
-@pytest.mark.parametrize(("name", "folder"), [("vlm", "qwen2"), ("vlm", "qwen2-folklore"), ("llm", "qwen2-vl")])
-def test_a_model_that_the_recipes_of_a_base_cannot_use_is_refused(
-    name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, output = base(name, ROOT / "data/tiny" / folder, tmp_path, monkeypatch)
-    assert code == 1
-    assert f"base {name} is of no use to the recipes" in output
-    assert (
-        f"the base is a {json.loads((ROOT / 'data/tiny' / folder / 'config.json').read_text())['model_type']}" in output
-    )
-    assert not list((tmp_path / "data/bases").iterdir())
 
 
 DISTILLED = (TEMPLATES_DIR / "deepseek_r1_distill.jinja").read_text()
