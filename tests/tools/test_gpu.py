@@ -3,7 +3,6 @@
 import difflib
 import json
 import math
-import os
 import subprocess
 import sys
 from functools import partial
