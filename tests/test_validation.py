@@ -30,9 +30,8 @@ def params(**recipe: Any) -> dict[str, Any]:
     raw["data"]["selection"] = 0.1
     tiny = raw["profiles"]["tiny"]
     tiny["datasets"]["nutrition-tables"]["limit"] = {"train": 20, "val": 5}
-    tiny["images"] = {"min_pixels": 12544, "max_pixels": 25088}
     tiny["memory"]["micro_batch"] = 10
-    tiny["max_epochs"], tiny["validation_limit"] = None, {"samples": 32, "score_samples": 2}
+    tiny["max_epochs"], tiny["validation_limit"] = None, {"samples": 16, "score_samples": 4}
     tiny["evaluation"]["max_new_tokens"] = 48
     raw["recipes"][RECIPE].update(effective_batch=10, **recipe)
     return raw
@@ -55,14 +54,19 @@ def trained(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[int, tuple[float,
 
 def test_a_recipe_that_overfits_keeps_its_best_weights(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(prepared)
-    longer = {"epochs": 15, "lr_schedule": "constant", "validation": {"every_steps": 10, "samples": 24}}
+    longer = {
+        "epochs": 9,
+        "learning_rate": 3.0e-4,
+        "lr_schedule": "constant",
+        "validation": {"every_steps": 6, "samples": 24},
+    }
     record, validations = trained(params(keep="best", **longer))
     best = min(validations, key=lambda step: validations[step][0])
-    assert list(validations) == [0, 10, 20, 30]
-    assert record["kept_step"] == best < record["num_steps"] == 30
+    assert list(validations) == [0, 6, 12, 18]
+    assert record["kept_step"] == best < record["num_steps"] == 18
     assert (record["validation_loss"], record["validation_score"]) == validations[best]
     assert record["validation_split"] == "selection"
-    assert record["final_loss"] < validations[best][0] < validations[30][0], "it has not overfitted"
+    assert record["final_loss"] < validations[best][0] < validations[18][0], "it has not overfitted"
 
 
 @pytest.mark.parametrize("by", ["loss", "score"])
@@ -76,4 +80,4 @@ def test_a_learning_rate_a_hundred_times_too_high_is_stopped_early(
     assert record["kept_step"] is None
     untrained, peak, falling = (loss for loss, _ in validations.values())
     assert untrained < falling < peak
-    assert [score > 0 for _, score in validations.values()] == [True, False, False]
+    assert [score for _, score in validations.values()][1:] == [0, 0]

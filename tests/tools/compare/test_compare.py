@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from tests.made_up_runs import (
     write_made_up_run,
 )
 from tools.compare import __main__ as command
-from tools.compare.experiments import Experiment, conditions, fetch, named_revisions, unlike
+from tools.compare.experiments import Experiment, conditions, named_revisions, unlike
 
 OF_STORY = {"base-vlm": 0.1, "r1-llm-only": 0.5, "r2-vision-only": 0.55, "r3-two-stage": 0.6, "r4-joint": 0.7}
 MEANS = {name: OF_STORY.get(name, 0.4) for name in names_of("detection")}
@@ -209,53 +208,6 @@ def test_a_stale_card_is_no_seed(tmp_path: Path) -> None:
     assert found == {"as made": ["one"], "data/runs/r1/trained was replaced since": ["stale"]}
     (records_dir(lost.data_dir, "detection") / "evaluate@r1.json").unlink()
     assert unlike([one, lost], "detection")["record of r1"] == {"yes": ["one"], "none": ["lost"]}
-
-
-WRITE_CARDS = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from tests.tools.compare.test_compare import write_experiment
-seed = int(next(line for line in Path("params.yaml").read_text().splitlines() if line.startswith("seed:")).split()[1])
-write_experiment(Path("data"), seed)
-"""
-
-
-def test_experiments_come_from_dvc_with_the_state_of_unfinished_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*command: str) -> None:
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, ended.stderr
-
-    (tmp_path / "params.yaml").write_text("seed: 42\n", encoding="utf-8")
-    (tmp_path / "write_cards.py").write_text(WRITE_CARDS.format(root=str(ROOT)), encoding="utf-8")
-    stage = {
-        "cmd": f"{sys.executable} write_cards.py",
-        "params": ["seed"],
-        "outs": ["data/report/detection/runs", "data/provenance/detection"],
-    }
-    later = {"cmd": "false", "outs": ["data/provenance/later.json"]}  # as of a recipe that nobody has run
-    (tmp_path / "dvc.yaml").write_text(f"stages: {{evaluate: {stage}, later: {later}}}", encoding="utf-8")
-    dvc = (sys.executable, "-m", "dvc")
-    run("git", "init", "-q")
-    run("git", "config", "user.email", "someone@example.org")
-    run("git", "config", "user.name", "someone")
-    run(*dvc, "init", "-q")
-    run(*dvc, "repro", "-q", "evaluate")
-    run("git", "add", ".")
-    run("git", "commit", "-qm", "results")
-    run(*dvc, "exp", "run", "-q", "--temp", "-n", "seed-43", "-S", "seed=43", "evaluate")
-    run(*dvc, "exp", "run", "-q", "--queue", "-n", "seed-44", "-S", "seed=44", "evaluate")
-    monkeypatch.chdir(tmp_path)
-    revisions, others = named_revisions()
-    assert list(revisions) == ["workspace", "seed-43"]
-    assert others == {"seed-44": "queued"}
-    found = [fetch(name, revision, "detection", tmp_path / "fetched") for name, revision in revisions.items()]
-    assert [each.evaluated("detection") for each in found] == [sorted(MEANS)] * 2
-    assert [each.records["evaluate@r4-joint"].params for each in found] == [{"seed": 42}, {"seed": 43}]
-    with pytest.raises(Exception, match="experiment seed-45 cannot be read"):
-        fetch("seed-45", "seed-45", "detection", tmp_path / "fetched")
 
 
 def test_dvc_is_asked_again_while_its_queue_makes_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from tests.documents import write_yaml
 from tests.kit.reporting.test_compare import REPORT, run_of, scores_around
 from tests.made_up_runs import PARAMS_PATH, project_params
 from tools.compare import __main__ as command
+from tools.compare.experiments import fetch, named_revisions
 from tools.compare.race import cost_words, racing_recipes, standing
 
 SEEDS = list(range(42, 54))
@@ -121,7 +122,7 @@ def stage_of(kind: str, names: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.mark.pipeline
 @pytest.mark.timeout(900)
-def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path) -> None:
+def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace, log = tmp_path / "workspace", tmp_path / "trained"
     workspace.mkdir()
     raw = YAML(typ="safe").load(PARAMS_PATH)
@@ -129,7 +130,8 @@ def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path) -> None:
     raw["recipes"] = {name: raw["recipes"][name] for name in NAMES[1:]}
     write_yaml(raw, workspace / "params.yaml")
     stages = {"evaluate": stage_of("evaluate", NAMES[1:]), "baseline": stage_of("baseline", NAMES[:1])}
-    write_yaml({"stages": stages}, workspace / "dvc.yaml")
+    later = {"cmd": "false", "outs": ["data/provenance/later.json"]}  # as of a recipe that nobody has run
+    write_yaml({"stages": {**stages, "later": later}}, workspace / "dvc.yaml")
     (workspace / "trainer.py").write_text(TRAINER.format(root=str(ROOT), log=str(log), names=NAMES), encoding="utf-8")
     (workspace / "data").mkdir()
     (workspace / "data/tiny").symlink_to(ROOT / "data/tiny")
@@ -162,3 +164,13 @@ def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path) -> None:
     assert len(experiments) == 3, "what was queued is not queued again"
     results = json.loads((workspace / "data/report/detection/over-seed/comparison.json").read_text())
     assert results["best"] == "r4-joint"
+
+    run(sys.executable, "-m", "dvc", "exp", "run", "-q", "--queue", "-n", "waiting", "-S", "seed=45")
+    monkeypatch.chdir(workspace)
+    revisions, others = named_revisions()
+    assert (len(revisions), others) == (4, {"waiting": "queued"}), "the workspace and three experiments"
+    found = [fetch(name, revision, "detection", tmp_path / "fetched") for name, revision in revisions.items()]
+    assert {each.records["evaluate@r4-joint"].params["seed"] for each in found if each.records} == {42, 43, 44}
+    assert {*NAMES[1:]} <= {*found[-1].evaluated("detection")}
+    with pytest.raises(UserError, match="experiment seed-45 cannot be read"):
+        fetch("seed-45", "seed-45", "detection", tmp_path / "fetched")
