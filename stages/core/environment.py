@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 OF_THE_MACHINE = frozenset(
@@ -44,6 +44,12 @@ PASSED = DEVICES | frozenset(
 
 NUMERIC_PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "NCCL_", "PYTORCH_")
 """Threads and kernels. None of these families holds a secret."""
+
+ARITHMETIC_PREFIXES = (
+    *NUMERIC_PREFIXES,
+    *("CUBLAS_", "NVIDIA_TF32_", "FLASH_ATTENTION_", "ATEN_", "DNNL_", "NPY_"),
+)
+"""Variables by which libraries choose other kernels, those that the launcher sets included."""
 
 PASSED_PREFIXES = ("LC_", "GLOO_", *NUMERIC_PREFIXES)
 
@@ -242,3 +248,16 @@ def _cpuinfo(key: str) -> str | None:
 def usable_cores() -> int:
     """Cores that this process may use, as torch counts them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def installed_packages(search_path: Sequence[str]) -> dict[str, str]:
+    """Version by normalized name; if a package is installed twice, the version that is imported.
+
+    From the names of their `NAME-VERSION.dist-info` (packaging.python.org, Recording installed projects).
+    """
+    found: dict[str, str] = {}
+    for folder in search_path:
+        for path in Path(folder or ".").glob("*.dist-info"):
+            name, _, version = path.name.removesuffix(".dist-info").partition("-")
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
+    return dict(sorted(found.items()))

@@ -30,6 +30,8 @@ Statistic = Callable[[Floats], Floats]
 
 LEVEL = 0.95
 """Share of the data sets in which an interval is to cover the true value."""
+UNAVAILABLE = "unavailable"
+"""Value in metrics.json of a figure that could not be computed; never 0."""
 CHUNK_VALUES = 2_000_000
 """Redrawn values held at once: bounds memory at about 32 MB, whatever the number of samples."""
 

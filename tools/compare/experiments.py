@@ -7,12 +7,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 
@@ -21,6 +20,7 @@ from stages.core.lineage import short
 from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
 from stages.kit.planning.memory_use import stage_memory_path
 from stages.kit.reporting.runs import cards_dir
+from stages.kit.reporting.sections import flattened
 
 WORKSPACE = "workspace"
 SELECTION = "selection"
@@ -175,7 +175,7 @@ def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = 
             continue
         seen.add(stage)
         record = records[stage]
-        facts |= {f"{stage}: {path}": value for path, value in _flat(record.params)}
+        facts |= {f"{stage}: {path}": json.dumps(value, ensure_ascii=False) for path, value in flattened(record.params)}
         facts |= (
             {f"package {name}": version for name, version in record.machine.packages.items()} if record.machine else {}
         )
@@ -191,11 +191,3 @@ def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = 
                 waiting.append(maker)
         facts |= {path: short(digest) for path, digest in outside.items()}
     return dict(sorted(facts.items()))
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import runpy
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from stages.core.environment import arithmetic, cpu_model, stage_environment, usable_cores
+from stages.core.environment import arithmetic, cpu_model, installed_packages, stage_environment, usable_cores
 from stages.core.errors import OUT_OF_MEMORY
 from stages.core.provenance import Machine
 from stages.core.signals import SAME_REQUEST_S, end_with_parent, handling
@@ -172,19 +171,6 @@ def this_machine(environment: Mapping[str, str]) -> Machine:
         cores=usable_cores(),
         memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
     )
-
-
-def installed_packages(search_path: Sequence[str]) -> dict[str, str]:
-    """Version by normalized name; if a package is installed twice, the version that is imported.
-
-    From the names of their `NAME-VERSION.dist-info` (packaging.python.org, Recording installed projects).
-    """
-    found: dict[str, str] = {}
-    for folder in search_path:
-        for path in Path(folder or ".").glob("*.dist-info"):
-            name, _, version = path.name.removesuffix(".dist-info").partition("-")
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
-    return dict(sorted(found.items()))
 
 
 def cuda_of_torch() -> str | None:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stages.core.environment import numeric_settings
+from stages.core.environment import installed_packages, numeric_settings
 from stages.core.errors import UserError
 from stages.core.lineage import combined_digest, content_digest, file_digest
 from stages.core.params.schema import Params
@@ -26,7 +26,7 @@ from stages.kit.launcher.engines import Engine
 from stages.kit.launcher.gpus import driver_version
 from stages.kit.launcher.images import BELOW_VLLM, below
 from stages.kit.launcher.pipeline import DeclaredStage, Request
-from stages.kit.launcher.process import Ended, installed_packages
+from stages.kit.launcher.process import Ended
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan, read_plan
 

@@ -14,7 +14,7 @@ from stages.core.params.schema import Params, recipe_of
 from stages.core.provenance import records_dir
 from stages.core.records import rebuild
 from stages.kit.planning.memory_use import stage_memory_path
-from stages.kit.reporting.evidence import Difference, Score, as_family, differences, score
+from stages.kit.reporting.evidence import Difference, Score, as_family, differences, least_p, score
 from stages.kit.reporting.runs import (
     Run,
     cards_dir,
@@ -23,11 +23,9 @@ from stages.kit.reporting.runs import (
     read_run,
     refuse_different_samples,
 )
-from stages.kit.statistics import LEVEL, Floats, Interval, Statistic, sample_mean
+from stages.kit.statistics import LEVEL, UNAVAILABLE, Floats, Interval, Statistic, sample_mean
 
 _BEST = "the best"
-UNAVAILABLE = "unavailable"
-"""Value in metrics.json of a figure that could not be computed; never 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -538,7 +536,7 @@ def _headline(
 
 def too_few(num_samples: int) -> bool:
     """Whether no difference can be shown on so few samples, not even if all of them agree (the exact sign test)."""
-    return bool(2.0 * 0.5**num_samples > 1 - LEVEL)
+    return least_p(num_samples) > 1 - LEVEL
 
 
 def _too_few(num_samples: int) -> str:

@@ -273,24 +273,27 @@ def fairness(comparison: Comparison) -> str:
 
 def plan_settings(plan: Plan) -> dict[str, str]:
     """Every setting of a plan by dotted path, without its name and what is derived."""
-    return flatten({key: value for key, value in asdict(plan).items() if key not in _NOT_SETTINGS})
+    settings = {key: value for key, value in asdict(plan).items() if key not in _NOT_SETTINGS}
+    return {path: _setting_text(value) for path, value in flattened(settings)}
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings by dotted path, as text; an empty mapping or None shows as ABSENT."""
-    flat = {}
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as (dotted path, value); an empty mapping is a value."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        elif isinstance(value, list | tuple):
-            flat[f"{prefix}{key}"] = ", ".join(map(str, value)) or ABSENT
-        elif isinstance(value, bool):
-            flat[f"{prefix}{key}"] = "yes" if value else "no"
-        elif isinstance(value, float):
-            flat[f"{prefix}{key}"] = format(value, "g")
+            yield from flattened(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = ABSENT if value is None or value == {} else str(value)
-    return flat
+            yield f"{prefix}{key}", value
+
+
+def _setting_text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or ABSENT
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return format(value, "g")
+    return ABSENT if value is None or value == {} else str(value)
 
 
 def split_settings(by_run: Mapping[str, Mapping[str, str]]) -> tuple[Table, frozenset[tuple[int, int]], Table]:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import distributions
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,7 +34,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl import SFTTrainer
 
 import stages
-from stages.core.environment import arithmetic
+from stages.core.environment import ARITHMETIC_PREFIXES, arithmetic, installed_packages
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, file_digest
 from stages.core.params.schema import OPTIMIZERS, CheckpointParams, DeviceParams
@@ -410,13 +409,6 @@ def load_state(path: Path) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-ARITHMETIC = (
-    *("OMP_", "MKL_", "OPENBLAS_", "KMP_", "NCCL_", "CUBLAS_", "PYTORCH_", "NVIDIA_TF32_", "FLASH_ATTENTION_"),
-    *("ATEN_", "DNNL_", "NPY_"),
-)
-"""Prefixes of environment variables by which libraries may choose other kernels."""
-
-
 def identity_of(plan: Plan, *, attempt: int, base: Lineage, data: Mapping[str, Path]) -> dict[str, str]:
     """The facts that identify a training, by names that people read if they differ: equal facts give equal bytes.
 
@@ -426,15 +418,15 @@ def identity_of(plan: Plan, *, attempt: int, base: Lineage, data: Mapping[str, P
     plan: as used, `attempt` rungs down the memory ladder. data: the files of samples by name, `data` those of training.
     Raises OSError if they cannot be read.
     """
-    variables = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(ARITHMETIC))
-    installed = {f"{package.name}=={package.version}" for package in distributions()}
+    variables = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(ARITHMETIC_PREFIXES))
+    packages = [platform.python_version(), installed_packages(sys.path)]
     return {
         "plan": _sha256(json.dumps(asdict(replace(plan, recipe="")), sort_keys=True)),
         "attempt": str(attempt),
         "base": base.digest,
         **{name: file_digest(path) for name, path in data.items()},
         "code": _sha256("\n".join(f"{path} {digest}" for path, digest in _imported_code())),
-        "packages": _sha256("\n".join((platform.python_version(), *sorted(installed)))),
+        "packages": _sha256(json.dumps(packages)),
         "image": os.environ.get("BAKEOFF_IMAGE", "process"),
         "device": _device(plan.device),
         "environment": _sha256(json.dumps(variables)),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from stages.core.environment import pinned_instructions
+from stages.core.environment import installed_packages, pinned_instructions
 from stages.core.errors import UserError
 from stages.core.lineage import content_digest
 from stages.core.params import load_params
@@ -22,7 +22,7 @@ from stages.core.provenance import Provenance, read_provenance
 from stages.kit.launcher import process as machine
 from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.pipeline import declared_stages
-from stages.kit.launcher.process import ProcessEngine, cuda_of_torch, installed_packages, this_machine, triton_dir
+from stages.kit.launcher.process import ProcessEngine, cuda_of_torch, this_machine, triton_dir
 from stages.kit.launcher.record import code_digest, git_state, lock_digest, used_params
 from stages.kit.planning.plan import read_plan
 from tests.documents import write_yaml

@@ -550,7 +550,7 @@ def imported_file(patch: pytest.MonkeyPatch, path: Path) -> None:
         ("data", lambda patch, data_path: data_path.write_bytes(b"Samples")),
         ("image", lambda patch, _: patch.setenv("BAKEOFF_IMAGE", "sha256:0123")),
         ("environment", lambda patch, _: patch.setenv("NCCL_ALGO", "Ring")),
-        ("packages", lambda patch, _: patch.setattr(resume, "distributions", list)),
+        ("packages", lambda patch, _: patch.setattr(resume, "installed_packages", list)),
         ("device", lambda patch, _: patch.setattr(torch, "get_num_threads", lambda: 77)),
         # A file that nothing imports.
         ("code", lambda patch, _: imported_file(patch, Path(stages.__file__).parent / "kit/memory/calibration.yaml")),

@@ -20,7 +20,7 @@ from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.score import draw_answer, rouge
 from stages.kit.models.folders import check_model_folder
-from stages.kit.statistics import figures, perplexity
+from stages.kit.statistics import UNAVAILABLE, figures, perplexity
 from stages.tasks.moe.samples import DOMAINS, Record, answered_with
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ MEANS = {
 }
 """Columns by domain whose means over its samples are figures. A difference says how much nearer the completion is to a
 correct answer than to an incorrect one."""
-UNAVAILABLE = "unavailable"
 Measure = Callable[[str, str], float]
 """Similarity of an answer to a reference."""
 
