@@ -31,7 +31,7 @@ from stages.kit.models.certificate import certified_model
 from stages.kit.models.folders import read_config, require_weights
 from stages.kit.publishing.card import Publication, evaluated_on, ingredients_of
 from stages.kit.publishing.folder import records_of, write_folder
-from stages.kit.reporting.compare import chosen_report, compare, read_contenders
+from stages.kit.reporting.compare import compare, read_contenders, task_report
 
 DATA_DIR = Path("data")
 
@@ -56,7 +56,7 @@ def gather(params: Params, run: str) -> Publication:
     merged_dir, model = certified_model(params, run)
     require_weights(merged_dir)
     verified_lineage(run_dir / "trained", fix=rebuild(f"train@{run}"))
-    report = chosen_report(load_task(recipe.task, "report"), params, recipe.task)
+    report = task_report(load_task(recipe.task, "report"), params, recipe.task)
     contenders = read_contenders(params, recipe.task, report, [DATA_DIR])
     contender = next(each for each in contenders if each.name == run)
     if contender.run is None:

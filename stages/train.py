@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from peft import PeftModel
-from transformers import PreTrainedModel
 
 from stages.core.errors import configure_logging
 from stages.core.lineage import Lineage, read_lineage, short, verified_lineage, write_lineage
@@ -32,9 +30,9 @@ from stages.core.records import published, rebuild
 from stages.core.tasks import load_task
 from stages.kit.evaluation.validation import Validator
 from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.adapters import apply_recipe, save_trained, trainable_line, trained_tensors
+from stages.kit.models.adapters import load_trainable, save_trained, trainable_line, trained_tensors
 from stages.kit.models.kernels import fused_kernels
-from stages.kit.models.load import gpus_in_use, load_base, process_mesh, shard
+from stages.kit.models.load import gpus_in_use
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.ladder import planned, settings
 from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory
@@ -86,7 +84,7 @@ def train(plan: Plan, attempt: int) -> None:
         validator = Validator.for_plan(plan, processor, samples, load_task(plan.task, "scoring"))
     identity = identity_of(plan, attempt=attempt, base=base, data=data)
 
-    model = load(plan)
+    model = load_trainable(plan)
     memory.loaded()
     log.info(trainable_line(plan.trainable))
     with (
@@ -106,14 +104,6 @@ def train(plan: Plan, attempt: int) -> None:
         save(trainer, trace, base, attempt, training_dir, trained_dir)
     if first:
         memory.write("train", plan.recipe, task=plan.task)
-
-
-def load(plan: Plan) -> PreTrainedModel | PeftModel:
-    """The base with the recipe's adapters on it, placed as planned."""
-    model = apply_recipe(load_base(plan), plan.parts, plan.lora, plan.full_targets)
-    if plan.is_sharded:
-        shard(model, plan, process_mesh(plan))
-    return model
 
 
 def save(

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
+from stages.core.tasks import load_task
 
 if TYPE_CHECKING:
     from stages.kit.reporting.compare import Comparison
@@ -80,13 +81,12 @@ def read_run(name: str) -> Run:
     in the order of `sample_ids`; `plan`, `training` and `loss` say how it was trained, and are None for a baseline.
     Raises UserError for an unknown name, if the model has not been evaluated, and if its files are damaged.
     """
-    from stages.compare import load_report
-    from stages.kit.reporting.compare import read_task_run
+    from stages.kit.reporting.compare import read_task_run, task_report
     from stages.kit.reporting.runs import evaluation_stage
 
     params = load_params()
     task = params.subject(name).task
-    run = read_task_run(params, task, name, load_report(params, task), Path("data"))
+    run = read_task_run(params, task, name, task_report(load_task(task, "report"), params, task), Path("data"))
     if run is None:
         stage = evaluation_stage(name, trained=name in params.recipes)
         raise UserError(f"{name} has not been evaluated; run: dvc repro {stage}")
@@ -101,11 +101,10 @@ def compare_runs(task: str) -> Comparison:
     `insights` answers the task's questions.
     Raises UserError if nothing was run, or if the runs cannot be compared.
     """
-    from stages.compare import load_report
-    from stages.kit.reporting.compare import compare, read_contenders
+    from stages.kit.reporting.compare import compare, read_contenders, task_report
 
     params = load_params()
-    report = load_report(params, task)
+    report = task_report(load_task(task, "report"), params, task)
     return compare(report, read_contenders(params, task, report, [Path("data")]))
 
 

@@ -26,6 +26,7 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, DeviceParams, Params
+from stages.core.tasks import load_task
 from stages.kit.data.prepared import STATS_FILE, read_origin
 from stages.kit.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, time_text
 from stages.kit.models.folders import GEOMETRIES_DIR
@@ -38,7 +39,7 @@ from stages.kit.reporting.tables import Column, Table, terminal_table
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from stages.plan import Preview
+    from stages.kit.memory.preview import Preview
 
 GPU_SIZES = "16, 24, 40, 48, 80"
 """Sizes of GPUs in GB, as they are sold."""
@@ -215,7 +216,7 @@ class Predictions:
         """The preview of a recipe on a device, its plan as the profile has it, and the cheapest change that fits."""
         import transformers
 
-        from stages.plan import preview
+        from stages.kit.memory.preview import preview
 
         transformers.logging.set_verbosity_error()  # it warns of the stand-in's tokens
         profile = replace(self.params.active, device=device)
@@ -227,7 +228,8 @@ class Predictions:
             stderr=True, force_jupyter=False, force_terminal=None if sys.stderr is sys.__stderr__ else False
         )
         with console.status(f"{recipe}: predicting", spinner="line"):
-            found = preview(params, recipe, config_of_base(inputs), **options)
+            samples = load_task(params.recipe(recipe).task, "samples")
+            found = preview(params, recipe, config_of_base(inputs), samples, **options)
             fit = fastest_fit(found.fit, found.predict) if profile.memory.fit == "fill" else found.fit
             return found, fit, cheapest_fit(fit, found.predict)
 

@@ -3,8 +3,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import stages.prepare
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams, SplitParams
+from stages.core.tasks import load_task
+from stages.kit.data import prepared
 
 
 def prepare(
@@ -24,7 +25,7 @@ def prepare(
     named = SplitParams(**splits or {})
     dataset = DatasetParams(task=task, source=source, splits=named, limit=limit, mix=mix, reader=settings)
     data = DataParams(skip_invalid=skip_invalid, selection=selection)
-    return stages.prepare.prepare(dataset, data, out_dir, path="datasets.made-up")
+    return prepared.prepare(load_task(task, "sources"), dataset, data, out_dir, path="datasets.made-up")
 
 
 def write_lines(path: Path, *contents: Any, newline: str = "\n") -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from stages.core.params import load_params
 from stages.core.tasks import load_task
-from stages.kit.reporting.compare import chosen_report
+from stages.kit.reporting.compare import task_report
 from tests import ROOT
 from tests.tasks.test_damaged_sources import CORPORA
 from tests.tasks.test_prepared import RECORDS
@@ -43,7 +43,7 @@ def test_a_list_has_every_task(name: str, listed: Iterable[str], elsewhere: dict
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_a_report_ranks_by_what_matters_and_asks_about_runs_of_params(task: str) -> None:
     params = load_params(ROOT / "params.yaml")
-    report = chosen_report(load_task(task, "report"), params, task)
+    report = task_report(load_task(task, "report"), params, task)
     assert report.primary.key in params.compare.matters
     asked = {name for question in report.questions for name in (question.ours, question.theirs)}
     assert asked <= {*params.recipes, *params.baselines}

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams
 from stages.core.tasks import load_task
-from stages.prepare import prepare
+from stages.kit.data.prepared import prepare
 from tests import ROOT
 from tests.tasks.detection.written import PHOTOS, WRITERS, Photo
 from tools.data.__main__ import main
@@ -54,7 +54,8 @@ def test_a_folder_is_shown_with_all_that_is_wrong_and_the_entry_that_asks_for_it
     assert entry["reader"]["category"] == ["Nährwerte", "cup", "red lid"]
     assert f"<|vision_end|>{entry['reader']['prompt']}<|im_end|>" in ended.stdout, "the sample is of what is proposed"
     (workspace / "photos/train/labels/a.txt").write_text("0 0.5 0.5 0.1 0.1\n")
-    stats = prepare(DatasetParams(**entry), DataParams(), workspace / "prepared", path="datasets.photos")
+    sources = load_task("detection", "sources")
+    stats = prepare(sources, DatasetParams(**entry), DataParams(), workspace / "prepared", path="datasets.photos")
     assert stats["splits"]["train"]["records"] == 3
 
 
@@ -96,8 +97,8 @@ def test_a_sample_is_shown_with_what_counts_in_the_loss(
     assert ended.exit_code == 0, ended.output
     task = params["profiles"]["tiny"]["datasets"][dataset]["task"]
     chosen = DatasetParams(task=task, source=f"folder:data/tiny/{dataset}", limit=LimitParams(train=3, val=2))
-    prepare(chosen, DataParams(), workspace / "out", path="datasets.chosen")
-    samples = load_task(task, "samples")
+    sources, samples = load_task(task, "sources"), load_task(task, "samples")
+    prepare(sources, chosen, DataParams(), workspace / "out", path="datasets.chosen")
     record = samples.read_split(workspace / "out", "train")[0]
     asked = samples.ForModel("qwen2_vl", lambda *size: size) if task == "detection" else samples
     messages = asked.conversation(record, answered=True, answer_format=answer_format).messages

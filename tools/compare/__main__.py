@@ -29,10 +29,10 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from stages.compare import load_report, write_report
 from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import Params
+from stages.core.tasks import load_task
 from stages.kit.reporting.compare import (
     Comparison,
     TaskReport,
@@ -40,8 +40,10 @@ from stages.kit.reporting.compare import (
     evidence_of,
     read_contenders,
     read_task_run,
+    task_report,
 )
 from stages.kit.reporting.evidence import LOOKS, Score, score
+from stages.kit.reporting.page import write_report
 from stages.kit.reporting.runs import Run, different_models, refuse_different_samples
 from stages.kit.reporting.tables import Column, Row, Table, terminal_table
 from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words
@@ -82,7 +84,7 @@ def compare_experiments(
     matters: the smallest difference that matters; None for that of params.yaml. race: its sentences, if there was one.
     Raises UserError if there are not two seeds, and if those named differ in more.
     """
-    report = load_report(params, task)
+    report = task_report(load_task(task, "report"), params, task)
     with tempfile.TemporaryDirectory() as folder:
         found, left_out = comparable(task, names, Path(folder))
         contenders = read_contenders(params, task, report, [each.data_dir for each in found])
@@ -112,7 +114,8 @@ def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: 
 
     Raises UserError if an experiment does not give what it was run for.
     """
-    report, seeds = load_report(params, task), [params.seed + number for number in range(LOOKS[-1])]
+    report = task_report(load_task(task, "report"), params, task)
+    seeds = [params.seed + number for number in range(LOOKS[-1])]
     baselines = [name for name, base in params.baselines.items() if base.task == task]
     queued: set[tuple[int, str]] = set()
     waited_for: dict[str, str] = {}
@@ -158,7 +161,7 @@ def choose_settings(params: Params, task: str, names: Sequence[str], pattern: st
 
     pattern: of the settings, with * for any name. Raises UserError as `candidates` does.
     """
-    report = load_report(params, task)
+    report = task_report(load_task(task, "report"), params, task)
     with tempfile.TemporaryDirectory() as folder:
         found, left_out = comparable(task, names, Path(folder), varied=pattern)
         ranked = candidates(found, params, report, pattern)

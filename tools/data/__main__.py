@@ -31,8 +31,8 @@ from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams, Params
 from stages.core.records import cut, nearest, publish_text
 from stages.core.tasks import load_task
+from stages.kit.data.prepared import prepare
 from stages.kit.reporting.page import inline_image
-from stages.prepare import prepare
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.scoring.drawing import TRUTH_COLOUR, draw_boxes
 from stages.tasks.detection.sources.rows import DataForm, Reader
@@ -109,13 +109,13 @@ def chosen_dataset(
 
 def read_dataset(params: Params, name: str, chosen: DatasetParams) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """The content of stats.json and the records of each split, invalid samples left out."""
-    read_split = load_task(chosen.task, "samples").read_split
+    sources, samples = load_task(chosen.task, "sources"), load_task(chosen.task, "samples")
     with tempfile.TemporaryDirectory() as folder:
         parts = {part: params.dataset(part) for part in chosen.mix or ()}
         for part, dataset in {**parts, name: chosen}.items():
-            here = params.dataset_path(part)
-            stats = prepare(dataset, DataParams(skip_invalid=True), Path(folder) / part, path=here)
-        return stats, {split: read_split(Path(folder) / name, split) for split in stats["splits"]}
+            here, data = params.dataset_path(part), DataParams(skip_invalid=True)
+            stats = prepare(sources, dataset, data, Path(folder) / part, path=here)
+        return stats, {split: samples.read_split(Path(folder) / name, split) for split in stats["splits"]}
 
 
 def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, str]]:

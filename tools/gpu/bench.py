@@ -24,10 +24,11 @@ from trl import SFTConfig, SFTTrainer
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, LimitParams
 from stages.core.tasks import load_task
+from stages.kit.data.prepared import prepare
 from stages.kit.evaluation.answer import completion_of, generate_answers
 from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.adapters import lora_config
+from stages.kit.models.adapters import load_trainable, lora_config
 from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import load_base, load_config
 from stages.kit.models.prompts import load_processor, samples_for
@@ -36,8 +37,6 @@ from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.features import frozen_features
 from stages.kit.training.kernels import prepare_kernels
 from stages.kit.training.resume import seed_everything
-from stages.prepare import prepare
-from stages.train import load
 
 TURNS = 2
 STEPS = 6
@@ -87,8 +86,8 @@ class Bench:
         wanted, tiny = params.recipe(recipe), params.active
         shipped = tiny.datasets[wanted.data]
         limited, here = replace(shipped, limit=LimitParams(train=SAMPLES, val=8)), params.dataset_path(wanted.data)
-        prepare(limited, params.data, folder / wanted.data, path=here)
-        samples = load_task(wanted.task, "samples")
+        sources, samples = load_task(wanted.task, "sources"), load_task(wanted.task, "samples")
+        prepare(sources, limited, params.data, folder / wanted.data, path=here)
         plan = resolve_plan(params, recipe, train_samples=SAMPLES)
         if device == "cuda":
             plan = replace(plan, device=DeviceParams(kind="cuda"), precision="bf16", attn="auto")
@@ -117,7 +116,7 @@ class Bench:
         prepare_kernels(plan)
         processor = load_processor(Path(plan.base_dir), plan.images)
         collator = ConversationCollator.for_plan(plan, processor, self.records, self.samples)
-        model = load(plan)
+        model = load_trainable(plan)
         trainer = make_trainer(plan, model=model, processor=processor, collator=collator, report_to="none")
         trainer.remove_callback(trainer.rehearsal)
         features = frozen_features(trainer, self.folder / "features", {}, limit_gb=1000)

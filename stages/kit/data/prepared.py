@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
 import pyarrow as pa
@@ -22,10 +23,11 @@ from pydantic import ConfigDict
 from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams
 from stages.core.records import published, read_record
+from stages.core.tasks import reader_of
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.near import Description, near_duplicates
 from stages.kit.data.parquet import read_rows, read_schema, write_rows
-from stages.kit.data.sources import READ_ON, Place, files_by_split
+from stages.kit.data.sources import READ_ON, Place, WrongSplit, files_by_split
 from stages.kit.data.texts import UnreadableText
 
 STATS_FILE = "stats.json"
@@ -142,6 +144,24 @@ def read_text_files(
         files=names,
         unused_files=lambda: [path.name for path in files if path not in used],
     )
+
+
+def prepare(
+    sources: ModuleType, dataset: DatasetParams, data: DataParams, out_dir: Path, *, path: str
+) -> dict[str, Any]:
+    """Read and check a dataset and write it, whole or not at all, to `out_dir`. Returns the content of stats.json.
+
+    sources: the task's module of that name. path: the dataset's own in params.yaml, for messages.
+    """
+    reader = reader_of(sources, dataset, path)
+    try:
+        if dataset.mix:
+            raw = sources.mix(dataset.mix, out_dir.parent, with_selection=data.selection > 0)
+        else:
+            raw = sources.read(dataset, reader)
+    except WrongSplit as error:
+        raise UserError(f"params.yaml: {path}.{error.message}") from None
+    return write_prepared(raw, out_dir, data, dataset.limit)
 
 
 def write_prepared(

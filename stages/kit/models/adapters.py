@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -21,7 +22,10 @@ from transformers import PreTrainedModel
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES, family_of
 from stages.core.params.schema import PARTS, LoraParams, Part, PartsParams
-from stages.kit.models.load import whole
+from stages.kit.models.load import load_base, process_mesh, shard, whole
+
+if TYPE_CHECKING:
+    from stages.kit.planning.plan import Plan
 
 ALL_LINEAR = "all-linear"
 """In lora.targets: the linear layers of the part, whatever names the base's family has for them."""
@@ -58,6 +62,14 @@ def is_idle(model: nn.Module, name: str) -> bool:
     adds nothing and no gradient ever reaches it (kit/mixture/build.py)."""
     config = getattr(model, "config", None)
     return getattr(config, "neutral_shared_expert", False) and ".mlp.shared_expert" in name
+
+
+def load_trainable(plan: Plan) -> PreTrainedModel | PeftModel:
+    """The base with the recipe's adapters on it, placed as planned."""
+    model = apply_recipe(load_base(plan), plan.parts, plan.lora, plan.full_targets)
+    if plan.is_sharded:
+        shard(model, plan, process_mesh(plan))
+    return model
 
 
 def apply_recipe(

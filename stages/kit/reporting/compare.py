@@ -252,9 +252,12 @@ def compare(report: TaskReport, contenders: Sequence[Contender], *, matters: flo
     )
 
 
-def chosen_report(module: ModuleType, params: Params, task: str) -> TaskReport:
+def task_report(module: ModuleType, params: Params, task: str) -> TaskReport:
     """The report of a task, from its module `report`: REPORT, or the result of `report_for` for the datasets that its
-    runs are evaluated on."""
+    runs are evaluated on. Raises UserError if no recipe has the task."""
+    tasks = dict.fromkeys(recipe.task for recipe in params.recipes.values())
+    if task not in tasks:
+        raise UserError(f"no recipe of params.yaml has the task {task!r}; there are: {', '.join(tasks)}")
     if not hasattr(module, "report_for"):
         return module.REPORT
     subjects = [params.subject(name) for name in (*params.baselines, *params.recipes)]

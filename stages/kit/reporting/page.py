@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,25 +24,34 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
+from rich.console import Console
+from rich.text import Text
 
+from stages.core.records import publish_text
 from stages.kit.reporting.compare import Comparison, Contender, Metric, interval_words
 from stages.kit.reporting.runs import CURVES, FAILURE, Curve, Run
 from stages.kit.reporting.sections import (
     EVIDENCE,
     MEMORY_OF_STAGES,
     QUANTIZATION_COST,
+    comparison_markdown,
+    comparison_table,
+    comparison_text,
     cost_table,
     design_words,
     evidence_table,
+    flat_costs,
+    flat_metrics,
     memory_table,
     origin_warnings,
     origins_table,
     plan_settings,
+    print_comparison,
     quantization_table,
     split_settings,
     trainable_table,
 )
-from stages.kit.reporting.tables import Table, cell_text
+from stages.kit.reporting.tables import Table, cell_text, csv_text
 from stages.kit.statistics import Floats, Interval
 
 TEMPLATE = "page.html"
@@ -116,6 +126,23 @@ class IntervalRow:
     """A name of PALETTE."""
     dots: tuple[float, ...] = ()
     """Values that `value` is the mean of, drawn below it."""
+
+
+def write_report(comparison: Comparison, report_dir: Path, *, profile: str, console: Console) -> None:
+    """Write the files of a report, and print its table."""
+    table = comparison_table(comparison)
+    written = {
+        "table.txt": comparison_text(comparison, table),
+        "comparison.md": comparison_markdown(comparison, table),
+        "comparison.csv": csv_text(table),
+        "comparison.json": json.dumps(flat_metrics(comparison), indent=2) + "\n",
+        "costs.json": json.dumps(flat_costs(comparison), indent=2) + "\n",
+        "index.html": render_page(comparison, table, profile=profile),
+    }
+    for name, text in written.items():
+        publish_text(text, report_dir / name)
+    print_comparison(comparison, table, console)
+    console.print(Text(f"The whole report: {report_dir / 'index.html'}"), soft_wrap=True)
 
 
 def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
