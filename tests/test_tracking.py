@@ -142,5 +142,5 @@ def test_curves_go_to_each_tracker_that_is_named(tmp_path: Path, monkeypatch: py
 
 def test_a_tracker_that_is_not_installed_is_refused_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.kit.training.records.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"tracking\.to names mlflow, .*pip install mlflow"):
+    with pytest.raises(UserError, match=r"tracking\.to names mlflow, .*uv pip install --overrides .*lock mlflow"):
         tracking_arguments(TrackingParams(to=("mlflow",)), "r1-llm-only")

@@ -7,6 +7,7 @@ other.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import EvaluationParams
 from stages.kit.evaluation.answer import Answerer
 from stages.kit.evaluation.score import score_answers
@@ -31,6 +32,8 @@ from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.records import LOSS, SCORE
 from stages.kit.training.trainer import RecipeTrainer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,7 @@ class Validator:
         collator = ConversationCollator.for_plan(plan, processor, records, samples)
         chosen = choose_samples(collator, plan)
         asked = [records[number] for number in chosen[: wanted.score_samples]]
+        log.info("validates on %s of %s, answers %d", pluralize(len(chosen), "sample"), wanted.split, len(asked))
         questions = [samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in asked]
 
         def score(model: PreTrainedModel) -> float:

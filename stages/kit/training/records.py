@@ -182,7 +182,7 @@ def tracking_arguments(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
     if missing := [tracker for tracker in tracking.to if find_spec(_PACKAGES[tracker]) is None]:
         raise UserError(
             f"tracking.to names {', '.join(missing)}, whose package is not installed; run without containers, after: "
-            f".venv/bin/python -m pip install {_PACKAGES[missing[0]]}"
+            f".venv/bin/uv pip install --overrides docker/$(cat .venv/.bakeoff/target).lock {_PACKAGES[missing[0]]}"
         )
     if not tracking.to:
         return {"report_to": "none"}
