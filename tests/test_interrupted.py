@@ -71,12 +71,13 @@ def read(path: Path) -> dict[str, Any]:
 # Kills and signals, in processes of their own.
 
 
-def launched(workspace: Path, repository: Path, *stage: str) -> "subprocess.Popen[str]":
+def launched(workspace: Path, repository: Path) -> "subprocess.Popen[str]":
     """repository: the one that DVC names to an experiment that it runs in a clone."""
     plain = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1"}
     environment = {**plain, "BAKEOFF_ENGINE": "process", "DVC_ROOT": str(repository)}
-    command = ["docker/run", *(stage or ("train", RECIPE))]
-    return subprocess.Popen(command, cwd=workspace, env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        ["docker/run", "train", RECIPE], cwd=workspace, env=environment, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(stage: "subprocess.Popen[str]") -> str:
@@ -134,17 +135,6 @@ def test_killed_and_signalled_it_ends_with_the_bytes_of_one_that_ran_through(pre
     assert f"resuming from step {step}/9" in finish(launched(third, repository))
     assert "resuming" not in finish(undisturbed)
     assert results(third) == results(calm)
-
-
-def test_each_attempt_is_a_fresh_process(workspace: Path) -> None:
-    """The first one, which the injection ends, runs out of memory before it begins."""
-    injection = 'import sys\nif "stages.evaluate" in sys.orig_argv and "--attempt" not in sys.argv:\n    sys.exit(79)\n'
-    (workspace / "stages/__init__.py").write_text(injection)
-    log = finish(launched(workspace, workspace, "evaluate", "base-vlm"))
-    assert "evaluate base-vlm ran out of memory" in log
-    assert "batch_size 3 -> 1" in log
-    assert "Traceback" not in log
-    assert read(workspace / "data/runs/base-vlm/metrics.json")["attempt"] == 1
 
 
 # Memory that runs out somewhere in a stage. The stages and the launcher's ladder are the real ones, in this process; an

@@ -275,13 +275,27 @@ def test_clone_and_git_worktree_use_the_environment_of_their_checkout(
 
 
 def test_stage_that_was_asked_to_end_is_not_restarted(start: Start, workspace: Path) -> None:
-    """Even if it runs out of memory while it ends. Restarts: tests/test_interrupted.py."""
+    """Even if it runs out of memory while it ends."""
     (workspace / "stages/train.py").write_text(STAGE.replace("75", "79"))
     (workspace / "data/runs/r1-llm-only").rename(workspace / "data/runs/wait")
     launcher = started_and_ready(start, workspace, "saving")
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.ended() == 128 + signal.SIGINT
     assert notes(workspace).count("ready") == 1
+
+
+def test_each_attempt_is_a_fresh_process(start: Start, workspace: Path) -> None:
+    """The first one runs out of memory. What stages make of their attempts: tests/test_interrupted.py."""
+    orders = 'note(os.getpid())\nnote(sys.argv[1:])\nsys.exit(0 if "--attempt" in sys.argv else 79)\n'
+    (workspace / "stages/evaluate.py").write_text(STAGE.partition("what =")[0] + orders)
+    launcher = start("evaluate", "base-vlm")
+    assert launcher.ended() == 0
+    assert "evaluate base-vlm ran out of memory" in launcher.output
+    assert "batch_size 128 -> 64" in launcher.output
+    assert "Traceback" not in launcher.output
+    one, first, other, second = notes(workspace)
+    assert (first, second) == ("['base-vlm']", "['base-vlm', '--attempt', '1']")
+    assert one != other
 
 
 @pytest.mark.parametrize(("count", "code"), [("oom_kill 8", OUT_OF_MEMORY), ("oom_kill 7", 128 + 9)])
