@@ -2,24 +2,20 @@
 
 The measured training is the plain one: real weights, two steps of the real trainer, and nothing of the recorder. Of a
 sharded one it is one process that pretends there are others: of real ones the profiler sees neither gloo's copies for
-sure, nor what its threads free. What real ones train is that of one process.
+sure, nor what its threads free. What real ones train: tests/kit/training/test_together.py.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.internals.torch_internals import pretended_processes
-from tests.kit.memory.real_steps import PROCESSES, TRAINED, main, measured_bytes, sharded, train
+from tests.kit.memory.real_steps import PROCESSES, measured_bytes, sharded
 from tests.kit.memory.small import ALL, FULL, GATE, LABELS, R1, R4, peak_bytes, plan_of, recorded
-from tests.kit.training.two_processes import run_two
 
 BF16, CHECKPOINTED = {"precision": "bf16"}, {"gradient_checkpointing": True}
 NF4, FUSED = {"quantization": "nf4"}, {"optimizer": "adamw_torch_fused"}
@@ -43,33 +39,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_recorded_without_weights_is_what_a_training_takes(name: str, tmp_path: Path) -> None:
+def test_what_is_recorded_without_weights_is_what_a_training_takes(name: str) -> None:
     model, settings = SETTINGS[name]
     plan = plan_of(**settings)
     with pretended_processes(PROCESSES) if plan.placement == "sharded" else nullcontext() as mesh:
-        measured = measured_bytes(model, plan, tmp_path, mesh)
+        measured = measured_bytes(model, plan, mesh)
     reset_accelerator()
     assert peak_bytes(recorded(model, plan)) == pytest.approx(measured, rel=0.002)
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what two real processes found."""
-    folder = tmp_path_factory.mktemp("two-processes")
-    run_two(main, folder)
-    return folder
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_training_of_two_processes_gives_the_weights_and_gradients_of_one(
-    name: str, two_processes: Path, tmp_path: Path
-) -> None:
-    alone = train(name, None, tmp_path)
-    together = load_file(two_processes / f"{name}.safetensors")
-    assert together.keys() == alone.keys()
-    for tensor_name, tensor in together.items():
-        torch.testing.assert_close(tensor, alone[tensor_name], rtol=0, atol=2e-6)
-
-
-def test_the_start_contract_is_every_processs_whoever_holds_the_breach(two_processes: Path) -> None:
-    assert "the gradient of model.norm.weight (llm) is not finite" in (two_processes / "breach.txt").read_text()

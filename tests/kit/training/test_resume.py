@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import math
 import os
@@ -51,7 +50,6 @@ from stages.kit.training.resume import (
 )
 from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.mixture.dense import conversation, save_base, save_expert, set_routers
-from tests.kit.training import two_processes
 from tests.kit.training.small import At, Killed, kill, log_of, plan_for, validation, weights
 from tests.tiny_families import save_tiny_family
 
@@ -444,21 +442,6 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
     assert "No space left on device" in caplog.text
     assert workplace.steps == [1, 3]
     assert not list(workplace.checkpoints.folder.glob(".*"))
-
-
-@pytest.mark.timeout(1200)  # both wait for each other, on a busy machine for their turns too
-def test_processes_that_train_together_end_and_resume_together(tmp_path: Path) -> None:
-    """Placements ddp and sharded. Only the second process gets the signal, and the worker that loads its data."""
-    two_processes.run_two(two_processes.main, tmp_path)
-    for rank in range(2):
-        for placement, found in json.loads((tmp_path / f"found-{rank}.json").read_text()).items():
-            assert found["codes"] == [128 + signal.SIGTERM, 0]
-            assert found["steps"] == [3, 3]
-            assert found["resumed"] == found["undisturbed"]
-            assert len(found["validations"]) == 5
-            assert all(loss == pytest.approx(-score, rel=1e-5) for loss, score in found["validations"])
-            own = {"weights", "optimizer"} if rank == 0 or placement == "sharded" else set()
-            assert {"weights", "optimizer", "random"} & set(found["saved"]) == {"random", *own}
 
 
 # States on the disk.

@@ -12,25 +12,44 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel, TrainerCallback
 
-from stages.core.params.schema import CheckpointParams, DeviceParams
+from stages.core.params.schema import CheckpointParams, DeviceParams, LoraParams
 from stages.kit.evaluation.validation import Validator
-from stages.kit.models.adapters import apply_recipe
-from stages.kit.models.load import auto_class, local, process_mesh, shard
-from stages.kit.models.prompts import load_processor
+from stages.kit.internals.accelerate_internals import reset_accelerator
+from stages.kit.models.adapters import trained_tensors
+from stages.kit.models.load import local, process_mesh, whole
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import kept_checkpoints
 from stages.kit.training.records import LOSS, SCORE
 from stages.kit.training.resume import load_state, seed_everything, train_to_the_end
-from stages.kit.training.trainer import RecipeTrainer, StartContract
-from tests.kit.memory.small import FULL, R1, TINY, config_of, plan_of
+from stages.kit.training.trainer import ContractBreach, RecipeTrainer, StartContract, check_gradients
+from tests.kit.memory.real_steps import PROCESSES, sharded, trainer_of
+from tests.kit.memory.small import FULL, GATE, LABELS, R1, plan_of
 from tests.kit.training.small import At, validation
+
+# A rank of 1 leaves one of two processes nothing of an adapter's first matrix.
+LORA = {**R1, "lora": LoraParams(rank=1, alpha=2, targets={"llm": ("q_proj", "down_proj")})}
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("text", FULL),
+    "lora": ("text", LORA),
+    "lora, ddp": ("text", {**LORA, "placement": "ddp"}),
+    "gate": ("moe", GATE),
+    "labels": ("moe", LABELS),
+    "gate, ddp": ("moe", {**GATE, "placement": "ddp"}),
+    "labels, ddp": ("moe", {**LABELS, "placement": "ddp"}),
+}
+
 
 SETTINGS: dict[Literal["ddp", "sharded"], Mapping[str, Any]] = {"ddp": R1, "sharded": FULL}
 SAMPLES = 7
@@ -53,32 +72,21 @@ def plan_for(placement: Literal["ddp", "sharded"]) -> Plan:
 VALIDATED = validation(every_steps=1, samples=3, score_samples=3, by="score", patience=2)
 
 
-def collate(samples: Sequence[Mapping[str, int]]) -> dict[str, torch.Tensor]:
+def collate(samples: Sequence[Mapping[str, int]], domains: int = 0) -> dict[str, torch.Tensor]:
+    """domains: to label the samples by, if any."""
     ids = torch.stack(
-        [torch.randint(1024, (16,), generator=torch.Generator().manual_seed(each["sample"])) for each in samples]
+        [torch.randint(1024, (32,), generator=torch.Generator().manual_seed(each["sample"])) for each in samples]
     )
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    labels = ids[:, :1].expand_as(ids) % domains if domains else ids.clone()
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
 def build(plan: Plan) -> RecipeTrainer:
+    validator = Validator(collator=collate, chosen=range(VALIDATED.samples), score=plain_loss)  # type: ignore[arg-type]
     seed_everything(plan.seed + dist.get_rank())  # each process draws its own
-    torch.manual_seed(0)
-    config = config_of("text")
-    model = auto_class(config).from_config(config, attn_implementation="sdpa")
-    model = apply_recipe(model, plan.parts, plan.lora)
-    if plan.placement == "sharded":
-        shard(model, plan, process_mesh(plan))
+    trainer = trainer_of(plan, "text", collator=collate, mesh=process_mesh(plan), validator=validator)
     torch.manual_seed(dist.get_rank())
-    trainer = RecipeTrainer(
-        plan,
-        model=model,
-        processor=load_processor(TINY, None).tokenizer,
-        collator=collate,
-        validator=Validator(collator=collate, chosen=range(VALIDATED.samples), score=plain_loss),  # type: ignore[arg-type]
-        report_to="none",
-    )
     trainer.remove_callback(StartContract)  # an adapter's gradient is zero where the model itself is random
-    trainer.remove_callback(trainer.rehearsal)
     return trainer
 
 
@@ -149,7 +157,59 @@ def member(rank: int, main: Main, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+class WholeGradients(TrainerCallback):
+    """Keeps what the optimizer is about to be given, gathered from all processes."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        self.found = {f"gradient of {name}": whole(gradient).clone() for name, gradient in named.items()}
+
+
+def two_steps(name: str, mesh: DeviceMesh | None) -> Mapping[str, torch.Tensor]:
+    """The weights of a text model after two steps of 8 samples, and the second step's gradients, which AdamW does not
+    depend on. No two samples are alike."""
+    model_name, settings = TRAINED[name]
+    plan = plan_of(**(sharded(settings) if mesh is not None else {**settings, "placement": "single"}))
+    accumulation = 8 // (plan.schedule.micro_batch * plan.device.count)
+    schedule = replace(plan.schedule, num_steps=2, train_samples=16, max_grad_norm=1e9)
+    plan = replace(plan, schedule=replace(schedule, grad_accumulation=accumulation))
+    trainer = trainer_of(plan, model_name, collator=partial(collate, domains=len(plan.domains)), mesh=mesh)
+    gradients = WholeGradients()
+    trainer.add_callback(gradients)
+    trainer.train()
+    model: PreTrainedModel | PeftModel = trainer.accelerator.unwrap_model(trainer.model)
+    return {**trained_tensors(model), **gradients.found}
+
+
+def breach_of(mesh: DeviceMesh) -> str:
+    """The breach that the start contract reports if the last process alone holds a gradient that is not finite."""
+    plan = plan_of(**sharded(FULL))
+    trainer = trainer_of(plan, "text", collator=dict, mesh=mesh)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    trainer.model(input_ids=ids, labels=ids).loss.backward()
+    check_gradients(trainer.model, plan)
+    if mesh.get_rank() == PROCESSES - 1:
+        local(trainer.model.get_decoder().norm.weight.grad).fill_(torch.nan)
+    try:
+        check_gradients(trainer.model, plan)
+    except ContractBreach as breach:
+        return str(breach)
+    return "nothing"
+
+
 def main(rank: int, folder: Path) -> None:
+    """Train in each of two processes, and write what came of it."""
+    mesh = process_mesh(plan_of(**sharded(FULL)))
+    for name in TRAINED:
+        tensors = two_steps(name, mesh)
+        reset_accelerator()
+        if rank == 0:
+            save_file(dict(tensors), folder / f"{name}.safetensors")
+    breach = breach_of(mesh)
+    reset_accelerator()
+    if rank == 0:
+        (folder / "breach.txt").write_text(breach)
+
     os.setsid()
     multiprocessing.set_start_method("fork", force=True)  # of data-loader workers, which would import torch again
     mock.patch("os.fsync").start()  # it can take a minute
