@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from stages.core.errors import UserError
+from stages.core.params import load_params
 from stages.kit.data.conversation import message
 from stages.tasks.amr.samples.graphs import read_graph
 from stages.tasks.detection.samples import read_split
@@ -29,7 +30,7 @@ from tests.kit.data.images import bomb
 from tests.stage_runs import done, small_params, write_params
 from tests.tasks.moe.made_up import fact, meeting
 from tools.try_run import __main__ as command
-from tools.try_run.forms import FORMS, Form, MoeForm, Run, escaped, following, mermaid
+from tools.try_run.forms import FORMS, Form, MoeForm, escaped, following, mermaid
 
 page = pytest.importorskip("tools.try_run.page", reason="needs gradio (make setup EXTRAS='dev try')")
 pipeline = pytest.mark.pipeline
@@ -63,8 +64,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workspace
 
 
-def form_of(run: Run) -> Form:
-    return FORMS[run.params.subject(run.name).task](run)
+def form_of(name: str) -> Form:
+    params = load_params()
+    return FORMS[params.subject(name).task](params, name)
 
 
 @pytest.fixture
@@ -76,8 +78,7 @@ def workspace(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pipeline
 def test_a_photograph_is_answered_as_by_evaluate(workspace: Path, tmp_path: Path) -> None:
-    run = command.read_run(DETECTION)
-    form, models = form_of(run), command.load_models(run, with_base=True)
+    form, models = form_of(DETECTION), command.load_models(load_params(), DETECTION, with_base=True)
     assert [model.name.split()[0] for model in models] == ["bases/vlm", DETECTION]
     boxes = 0
     for index, record in enumerate(read_split(Path("data/prepared/nutrition-tables"), "val")[:3]):
@@ -97,8 +98,7 @@ def test_a_photograph_is_answered_as_by_evaluate(workspace: Path, tmp_path: Path
 
 @pipeline
 def test_a_sentence_is_answered_as_by_predict(workspace: Path) -> None:
-    run = command.read_run(AMR)
-    form, (model,) = form_of(run), command.load_models(run, with_base=False)
+    form, (model,) = form_of(AMR), command.load_models(load_params(), AMR, with_base=False)
     predicted = Path("data/predictions/unknown.txt").read_text(encoding="utf-8").split("\n\n")
     for sentence, block in zip(SENTENCES, predicted, strict=True):
         question = form.question(f" {sentence}\n")
@@ -111,7 +111,7 @@ def test_a_sentence_is_answered_as_by_predict(workspace: Path) -> None:
 
 @pytest.mark.parametrize("record", [fact(1), meeting(1)])
 def test_a_question_is_asked_as_by_evaluate(record: Record) -> None:
-    asked = MoeForm(None).question(record.question, record.context or "")  # type: ignore[arg-type]
+    asked = MoeForm(load_params(ROOT / "params.yaml"), "moe-finetune").question(record.question, record.context or "")
     assert asked.messages == conversation(record, answered=False).messages
 
 
@@ -134,7 +134,7 @@ def test_unusable_input_is_refused(
         (tmp_path / "photograph.jpg").write_bytes(value)
         value = str(tmp_path / "photograph.jpg")
     with pytest.raises(UserError, match=problem):
-        form_of(command.read_run(name)).question(value)
+        form_of(name).question(value)
 
 
 def test_a_graph_is_drawn_with_every_node_and_reference() -> None:
@@ -248,10 +248,9 @@ def test_a_photograph_in_a_browser_gets_its_boxes(workspace: Path, tmp_path: Pat
 @pipeline
 @browser_test
 def test_a_sentence_in_a_browser_gets_a_drawn_graph(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = command.read_run(AMR)
     graph = f"(muốn :agent (cậu_bé #1) :polarity - :theme ({HOSTILE} :agent #1))"
     monkeypatch.setattr(page, "answer", lambda model, question: graph)
-    with served(form_of(run), command.load_models(run, with_base=False)) as tab:
+    with served(form_of(AMR), command.load_models(load_params(), AMR, with_base=False)) as tab:
         tab.get_by_label("A sentence").fill("Cậu bé không muốn mua .")
         tab.get_by_role("button", name="Ask").click()
         tab.locator("svg .nodeLabel").first.wait_for()
@@ -265,5 +264,5 @@ def test_a_dialogue_is_shown_as_text_and_goes_on_from_it() -> None:
     shown = page.dialogue_of(turns)
     assert "<" not in "".join(each["content"] for each in shown)
     given = [{"role": each["role"], "content": [{"type": "text", "text": each["content"]}]} for each in shown]
-    asked = Form(None).question("And?", "Short.")  # type: ignore[arg-type]
+    asked = Form(load_params(ROOT / "params.yaml"), "chat-full").question("And?", "Short.")
     assert following(asked, page.turns_of(given)).messages == [*turns, message("user", "And?")]

@@ -29,10 +29,10 @@ from stages.core.params import load_params
 from stages.core.tasks import load_task
 from stages.kit.models.certificate import base_model, certified_model
 from stages.kit.planning.memory_use import recognised_out_of_memory
-from stages.kit.planning.plan import read_plan
-from tools.try_run.forms import FORMS, Form, Run
+from tools.try_run.forms import FORMS, Form, answer_format_of
 
 if TYPE_CHECKING:
+    from stages.core.params.schema import Params
     from tools.try_run.page import LoadedModel
 
 
@@ -45,9 +45,9 @@ def main(name: str, alone: bool, port: int | None) -> None:
     if find_spec("gradio") is None:
         raise UserError("gradio is not installed; install it with: make setup EXTRAS=try")
     os.environ |= pinned_instructions(os.environ)  # torch reads them when it is imported
-    run = read_run(name)
-    task = run.params.subject(name).task
-    form = FORMS.get(task, Form)(run)
+    params = load_params()
+    task = params.subject(name).task
+    form = FORMS.get(task, Form)(params, name)
     with tempfile.TemporaryDirectory() as scratch:
         # Gradio reads these when it is imported: no telemetry, and uploads only here.
         os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": scratch}
@@ -55,7 +55,7 @@ def main(name: str, alone: bool, port: int | None) -> None:
 
         try:
             with recognised_out_of_memory():
-                models = load_models(run, with_base=name in run.params.recipes and not alone)
+                models = load_models(params, name, with_base=name in params.recipes and not alone)
         except OutOfMemory as error:  # there is no launcher to start it again
             raise UserError(f"{error.message}; without the base: make try RUN={name} ALONE=1") from error
         url = serve(make_page(f"{name}, {task}", form, models), port)
@@ -66,14 +66,7 @@ def main(name: str, alone: bool, port: int | None) -> None:
             threading.Event().wait()
 
 
-def read_run(name: str) -> Run:
-    params = load_params()
-    subject = params.subject(name)
-    answer_format = read_plan(name).answer_format if name in params.recipes else subject.answer_format
-    return Run(params=params, name=name, answer_format=answer_format)
-
-
-def load_models(run: Run, *, with_base: bool) -> list[LoadedModel]:
+def load_models(params: Params, name: str, *, with_base: bool) -> list[LoadedModel]:
     """The base of a recipe, if asked for, and the run's model, each ready to answer one question at a time.
 
     Raises UserError if a model's files are not as recorded.
@@ -81,16 +74,16 @@ def load_models(run: Run, *, with_base: bool) -> list[LoadedModel]:
     from stages.kit.evaluation.answer import load_answerer
     from tools.try_run.page import LoadedModel
 
-    params, root = run.params, run.params.root(run.name) if with_base else None
-    folders = {**({root: base_model(root)} if root else {}), run.name: certified_model(params, run.name)}
-    samples = load_task(params.subject(run.name).task, "samples")
+    root, answer_format = params.root(name) if with_base else None, answer_format_of(params, name)
+    folders = {**({root: base_model(root)} if root else {}), name: certified_model(params, name)}
+    samples = load_task(params.subject(name).task, "samples")
     profile = replace(params.active, evaluation=replace(params.active.evaluation, batch_size=1))
     return [
         LoadedModel(
-            name=f"{name} ({short(lineage.digest)})",
-            answerer=load_answerer(folder, profile, samples, [], answer_format=run.answer_format, attempt=0)[0],
+            name=f"{model} ({short(lineage.digest)})",
+            answerer=load_answerer(folder, profile, samples, [], answer_format=answer_format, attempt=0)[0],
         )
-        for name, (folder, lineage) in folders.items()
+        for model, (folder, lineage) in folders.items()
     ]
 
 

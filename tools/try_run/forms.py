@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +12,7 @@ from stages.core.tasks import reader_of
 from stages.kit.data.conversation import Conversation, message
 from stages.kit.data.images import parse_image
 from stages.kit.data.texts import markup_problem
+from stages.kit.planning.plan import read_plan
 from stages.tasks.amr import predictions as amr
 from stages.tasks.amr.samples.graphs import Node, Reference, read_graph
 from stages.tasks.detection import sources as detection_sources
@@ -27,17 +28,13 @@ if TYPE_CHECKING:
     from stages.kit.evaluation.answer import Answerer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A recipe or a baseline."""
-
-    params: Params
-    name: str
-    answer_format: str | None
-
-
 Field = tuple[Literal["image", "line", "text"], str]
 """The kind of a field, and its label. The value of an image is the path of a file."""
+
+
+def answer_format_of(params: Params, name: str) -> str | None:
+    """The form of a run's answers: a recipe's is in its plan."""
+    return read_plan(name).answer_format if name in params.recipes else params.subject(name).answer_format
 
 
 def following(question: Conversation, turns: Sequence[tuple[str, str]]) -> Conversation:
@@ -66,8 +63,8 @@ class Form:
     output: Literal["image", "text", "dialogue"] = "dialogue"
     """The form of an answer. In a dialogue, each question follows the turns before it (`following`)."""
 
-    def __init__(self, run: Run) -> None:
-        pass
+    def __init__(self, params: Params, name: str) -> None:
+        """name: of a recipe or a baseline."""
 
     def question(self, *values: str) -> Conversation:
         """The question as `evaluate` and `predict` ask it. Raises UserError for unusable values."""
@@ -85,11 +82,11 @@ class DetectionForm(Form):
     fields = (("image", "Drop a photograph"),)
     output = "image"
 
-    def __init__(self, run: Run) -> None:
-        data = run.params.subject(run.name).data
+    def __init__(self, params: Params, name: str) -> None:
+        data = params.subject(name).data
         self.sample = read_split(Path("data/prepared") / data, "val")[0]
         """A sample of the run's data, with the prompt and the form of answers."""
-        dataset, path = run.params.dataset(data), run.params.dataset_path(data)
+        dataset, path = params.dataset(data), params.dataset_path(data)
         self.max_pixels = reader_of(detection_sources, dataset, path).max_image_pixels
 
     def question(self, *values: str) -> Conversation:
@@ -126,9 +123,10 @@ class AmrForm(Form):
     fields = (("line", "A sentence"),)
     output = "text"
 
-    def __init__(self, run: Run) -> None:
-        assert run.answer_format is not None, "plans and baselines of this task have one"
-        self.answer_format = run.answer_format
+    def __init__(self, params: Params, name: str) -> None:
+        answer_format = answer_format_of(params, name)
+        assert answer_format is not None, "plans and baselines of this task have one"
+        self.answer_format = answer_format
 
     def question(self, *values: str) -> Conversation:
         sentence = _text(values[0], "a sentence")
