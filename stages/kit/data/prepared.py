@@ -87,10 +87,8 @@ class RawDataset(Generic[R]):
     splits: Mapping[str, Iterable[Sample[R]]]
     """`train`, and `val` and `test` if the dataset has them; read while they are iterated over. `selection` only if it
     is not to be set aside here."""
-    revision: str | None = None
-    """The full commit of a hub dataset."""
     validation: str | None = None
-    """A description of the validation split; None if files named after splits say enough."""
+    """A description of the validation split; None if files named after splits say enough, or there is none yet."""
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The files of each split, by name; the others' are the training split's."""
     unused_files: Callable[[], Sequence[str]] = tuple
@@ -133,14 +131,13 @@ def read_text_files(
         except UnreadableText as error:
             yield Place(path.name), [str(error)]
 
-    held_out = f"{rules.held_out:.0%} of what the training files hold, by a digest of each {rules.subject}"
     used = {path for paths in chosen.values() for path in paths}
     names = {split: [path.name for path in paths] for split, paths in chosen.items()}
     return RawDataset(
         rules=rules,
         source=dataset.source,
         splits={split: [sample for path in paths for sample in readable(path)] for split, paths in chosen.items()},
-        validation=", ".join(names["val"]) if "val" in names else held_out,
+        validation=", ".join(names["val"]) if "val" in names else None,
         files=names,
         unused_files=lambda: [path.name for path in files if path not in used],
     )
@@ -184,8 +181,8 @@ def write_prepared(
         stats = preparation.stats()
         text = json.dumps(stats, indent=2, ensure_ascii=False)
         (folder / STATS_FILE).write_text(text + "\n", encoding="utf-8")
-    if dataset.validation:
-        log.info("validation split: %s", dataset.validation)
+    if stats["validation"]:
+        log.info("validation split: %s", stats["validation"])
     if unused := stats["unused_files"]:
         log.warning("not read: %s", ", ".join(unused))
     if near := preparation.near:
@@ -347,11 +344,12 @@ class _Preparation(Generic[R]):
     def stats(self) -> dict[str, Any]:
         """The content of stats.json."""
         unused = sorted(self.dataset.unused_files())
+        share, subject = self.rules.held_out, self.rules.subject
+        held_out = f"{share:.0%} of what the training files hold, by a digest of each {subject}"
         more = [f"{len(unused) - MAX_UNUSED:,} more"] if len(unused) > MAX_UNUSED else []
         return {
             "source": self.dataset.source,
-            "revision": self.dataset.revision,
-            "validation": self.dataset.validation,
+            "validation": self.dataset.validation if "val" in self.dataset.splits else held_out,
             "unused_files": unused[:MAX_UNUSED] + more,
             **({"parts": self.dataset.parts} if self.dataset.parts else {}),
             **({"near_duplicates": near_words(self.near)} if self.near else {}),

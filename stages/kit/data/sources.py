@@ -98,8 +98,8 @@ def source_folder(source: str, *, known: str = "folder:PATH or hub:OWNER/NAME@RE
     return Path(path)
 
 
-def parquet_folder(source: str) -> tuple[Path, str, str | None]:
-    """(folder, source as resolved, full commit if any) of `folder:PATH` or `hub:OWNER/NAME@REVISION`.
+def parquet_folder(source: str) -> tuple[Path, str]:
+    """The folder of `folder:PATH` or `hub:OWNER/NAME@REVISION`, and the source with the full commit.
 
     Raises UserError as source_folder, and if the hub does not have it.
     """
@@ -107,8 +107,8 @@ def parquet_folder(source: str) -> tuple[Path, str, str | None]:
     repo_id, at, revision = rest.partition("@")
     if kind == "hub" and at:
         folder, commit = fetch_snapshot("dataset", repo_id, revision, patterns=["data/*.parquet"])
-        return folder, f"hub:{repo_id}@{commit}", commit
-    return source_folder(source), source, None
+        return folder, f"hub:{repo_id}@{commit}"
+    return source_folder(source), source
 
 
 def read_parquet_files(

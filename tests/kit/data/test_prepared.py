@@ -77,7 +77,7 @@ def test_splits_and_their_figures_are_written(tmp_path: Path, caplog: pytest.Log
     assert pq.read_schema(tmp_path / "out/val.parquet") == SCHEMA
     assert (words(tmp_path / "out", "train"), words(tmp_path / "out", "val")) == (["a", "bb", "ccc", "bb"], ["d"])
     assert json.loads((tmp_path / "out/stats.json").read_text()) == stats
-    assert (stats["source"], stats["revision"], stats["unused_files"]) == ("folder:in", None, ["b.txt", "c.txt"])
+    assert (stats["source"], stats["unused_files"]) == ("folder:in", ["b.txt", "c.txt"])
     assert caplog.messages == ["not read: b.txt, c.txt"]
     assert stats["splits"]["train"].pop("digest").startswith("sha256:")
     nothing = {"invalid_rows": 0, "invalid": [], "leaked_rows": 0, "leaked": []}
@@ -172,8 +172,9 @@ def test_a_sample_that_resembles_one_of_another_split_is_counted_or_refused(
 
 
 def test_validation_is_held_out_beside_a_test_split(tmp_path: Path) -> None:
-    stats = prepare(tmp_path / "out", "a b c d e f g h i", test="x a", skip_invalid=True)["splits"]
-    found = {split: set(words(tmp_path / "out", split)) for split in stats}
+    stats = prepare(tmp_path / "out", "a b c d e f g h i", test="x a", skip_invalid=True)
+    assert stats["validation"] == "25% of what the training files hold, by a digest of each word"
+    found = {split: set(words(tmp_path / "out", split)) for split in stats["splits"]}
     assert found["test"] == {"x", "a"}
     assert found["train"] | found["val"] == set("bcdefghi")
     assert found["val"]

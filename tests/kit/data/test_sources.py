@@ -43,7 +43,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, objec
 def test_a_revision_is_resolved_to_the_full_commit(
     hub: list[dict[str, object]], tmp_path: Path, given: str, commit: str
 ) -> None:
-    assert parquet_folder(f"hub:owner/name@{given}") == (tmp_path, f"hub:owner/name@{commit}", commit)
+    assert parquet_folder(f"hub:owner/name@{given}") == (tmp_path, f"hub:owner/name@{commit}")
     options = {"repo_type": "dataset", "revision": commit, "allow_patterns": ["data/*.parquet"]}
     assert hub == [{"repo_id": "owner/name", **options}]
 

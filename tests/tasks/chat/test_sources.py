@@ -246,7 +246,7 @@ def test_the_hub_is_read_at_one_commit(tmp_path: Path, monkeypatch: pytest.Monke
         write_table(tmp_path / f"hub/data/{name}.parquet", line(number))
     monkeypatch.setattr("stages.kit.data.sources.fetch_snapshot", lambda *_, **__: (tmp_path / "hub", "f" * 40))
     stats = prepare("chat", "hub:someone/talks@main", out_dir=tmp_path / "out")
-    assert (stats["source"], stats["revision"]) == (f"hub:someone/talks@{'f' * 40}", "f" * 40)
+    assert stats["source"] == f"hub:someone/talks@{'f' * 40}"
     assert stats["validation"] == "test-00000-of-00001.parquet"
     assert read_split(tmp_path / "out", "val")[0].id == "data/test-00000-of-00001.parquet:0"
 

@@ -63,8 +63,8 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
     Raises UserError if a folder holds files of both kinds, or no training files.
     """
     rules = _rules(reader)
-    folder, resolved, revision = parquet_folder(dataset.source)
-    lines = [] if revision else given_files(folder, "*.jsonl")
+    folder, resolved = parquet_folder(dataset.source)
+    lines = [] if resolved.startswith("hub:") else given_files(folder, "*.jsonl")
     tables = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
     if lines and tables:
         raise UserError(
@@ -73,7 +73,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
     found = read_text_files(dataset, folder, lines or tables, partial(_read_file, folder=folder, reader=reader), rules)
     if any(record.shown_images for record in found.records()):
         rules = replace(rules, schema=SCHEMA.append(IMAGES))
-    return replace(_grouped(found), rules=rules, source=resolved, revision=revision)
+    return replace(_grouped(found), rules=rules, source=resolved)
 
 
 def _rules(reader: Reader) -> Rules[Record]:

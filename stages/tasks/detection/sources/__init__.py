@@ -22,7 +22,7 @@ from stages.kit.data.texts import markup_problem
 from stages.tasks.detection.samples import SCHEMA, DetectionRecord
 from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
 from stages.tasks.detection.sources import coco, voc, yolo
-from stages.tasks.detection.sources.folder import HELD_OUT, HELD_OUT_IMAGES, Folder, RawSample, Splits
+from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
 from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, BoxForm, Columns, DataForm, Reader, Row, parse_row
 
 FORMS = {"coco": coco, "yolo": yolo, "voc": voc}
@@ -34,9 +34,9 @@ log = logging.getLogger("stages")
 def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
     """Images with boxes of `folder:PATH`, in any form that is read here, or of `hub:OWNER/NAME@REVISION`."""
     _require_answerable(reader)
-    root, resolved, revision = parquet_folder(dataset.source)
+    root, resolved = parquet_folder(dataset.source)
     folder = Folder(root, dataset.splits)
-    name = "parquet" if revision else _form_of(folder, reader.format)
+    name = "parquet" if resolved.startswith("hub:") else _form_of(folder, reader.format)
     if name == "parquet":
         columns = reader.columns or OPEN_FOOD_FACTS
         form, expected = BoxForm(order=columns.order, unit=columns.unit), _parquet(columns)
@@ -51,9 +51,8 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
             yield place, row if isinstance(row, list) else parse_row(row, reader, form)
 
     return RawDataset(
-        rules=Rules(schema=SCHEMA, summary=_summary, expected=expected, subject="image", held_out=HELD_OUT),
+        rules=Rules(schema=SCHEMA, summary=_summary, expected=expected, subject="image", held_out=0.2),
         source=resolved,
-        revision=revision,
         splits={split: parsed(rows) for split, rows in splits.samples.items()},
         validation=splits.validation,
         unused_files=lambda: list(dict.fromkeys([*splits.unused, *(folder.unread() if name != "parquet" else ())])),
@@ -122,10 +121,7 @@ def _read_parquet(folder: Path, columns: Columns, named: SplitParams) -> Splits:
 
     files = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
     chosen = files_by_split(folder, files, named, expected=expected)
-    return Splits(
-        samples={split: samples(paths) for split, paths in chosen.items()},
-        validation=None if "val" in chosen else HELD_OUT_IMAGES,
-    )
+    return Splits(samples={split: samples(paths) for split, paths in chosen.items()})
 
 
 def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence[str]) -> Row:

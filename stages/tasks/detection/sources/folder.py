@@ -21,9 +21,6 @@ IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Suffixes of images; those of a format that stages.kit.data.images does not open are refused by name."""
 MAX_BYTES = 2**30
 """Largest file that is read."""
-HELD_OUT = 0.2
-"""Share of the images to validate on if a folder has no split for it."""
-HELD_OUT_IMAGES = f"{HELD_OUT:.0%} of the images, held out"
 SPLIT_WORDS = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
 SPLIT_WORDS |= {name: name for name in ("train", *VALIDATION)}
 
@@ -37,8 +34,8 @@ class Splits:
 
     samples: dict[str, Iterator[RawSample]]
     """`train`, and `val` and `test` if the dataset has them."""
-    validation: str | None
-    """A description of the validation split; None if its files' names say enough."""
+    validation: str | None = None
+    """A description of the validation split, as in RawDataset."""
     unused: Sequence[str] = ()
     """Files that belong to no split."""
 
@@ -171,6 +168,6 @@ class Folder:
         read_paths = {path for some in chosen.values() for path in some}
         return Splits(
             samples={split: read(some) for split, some in chosen.items()},
-            validation=f"the {what} of {validation}" if validation else HELD_OUT_IMAGES,
+            validation=f"the {what} of {validation}" if validation else None,
             unused=[path for some in paths.values() for path in some if path not in read_paths],
         )
