@@ -11,7 +11,7 @@ import sys
 from tests import ROOT
 
 TASKS = sorted(path.parent.name for path in (ROOT / "stages/tasks").glob("*/report.py"))
-HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "matplotlib.pyplot")
 
 FAST = (
     "stages/core",
@@ -31,6 +31,7 @@ FAST = (
     ),
     *(f"stages/tasks/{task}/{module}" for task in TASKS for module in ("samples", "sources", "scoring", "report")),
     "stages/tasks/amr/predictions",
+    "stages/compare",
     "tools/api",
     "tools/plan",
     "tools/try_run/__main__",

@@ -15,20 +15,16 @@ from stages.core.errors import UserError
 from stages.core.lineage import Lineage, read_lineage, true_base
 from stages.core.params.schema import made_by
 from stages.core.provenance import provenance_of_run
-from stages.core.records import read_record
 from stages.kit.data.prepared import read_origin
 from stages.kit.mixture.certificate import BuildCertificate
 from stages.kit.models.certificate import require_certificate
-from stages.kit.planning.memory_use import StageMemory
 from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import MemoryRecord, beside_measured
-from stages.kit.reporting.runs import Figure
 from stages.kit.training.records import TrainingRecord
 from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.kit.memory.test_fit import start
 from tests.kit.planning.test_plan import PLAN
 from tests.made_up_records import BUILD_CERTIFICATE, CERTIFICATE, PROVENANCE, TRAINING
-from tests.made_up_runs import made_up_memory
 
 
 @dataclass(frozen=True)
@@ -89,10 +85,6 @@ RECORDS = [
             lambda path: BuildCertificate.read(path, fix="dvc repro build@moe").problems(), "dvc repro build@moe"),
     Written("prepared/tables/stats.json", {"source": "mix", "parts": {"a": {"source": "folder:a", "asked": 1}}},
             lambda path: read_origin(path.parent), "dvc repro -f -s prepare@tables"),
-    Written("runs/r1/metrics.json", {"samples": 40, "mean_iou": 0.5, "split": "val"},
-            lambda path: read_record(dict[str, Figure], path, fix="dvc repro evaluate@r1"), "dvc repro evaluate@r1"),
-    Written("memory/merge.json", asdict(made_up_memory("merge", "r1")),
-            lambda path: StageMemory.read(path, fix="dvc repro merge@r1"), "dvc repro merge@r1"),
 ]  # fmt: skip
 
 

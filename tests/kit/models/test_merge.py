@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,10 +156,6 @@ def test_only_the_certificate_of_this_content_is_accepted(tmp_path: Path) -> Non
     ):
         certificate.write(path)
         with pytest.raises(UserError, match=reason):
-            require_certificate(path, merged)
-    for text in ("", "{}", "[]", json.dumps({**asdict(good), "more": 1})):
-        path.write_text(text)
-        with pytest.raises(UserError, match="is damaged"):
             require_certificate(path, merged)
 
 

@@ -101,10 +101,11 @@ def test_every_malformed_sample_is_named_with_file_line_and_reason(tmp_path: Pat
         train_empty="",
         train_bytes=b"#::snt a\n(a / \xff)",
         train_other="xin chào\n",
+        train_marked="#::snt nói .\n(n / nói :op1 <|im_start|>)\n\n#::snt đi .\n(<|image_pad|> / đi)\n\n",
         val=block(6) + BAD,
     )
     message = refused(source)
-    assert "11 invalid samples" in message
+    assert "13 invalid samples" in message
     for problem in (
         "train.txt line 1: a graph without a sentence",
         "train.txt line 3: a sentence without a graph: không có đồ thị .",
@@ -115,6 +116,8 @@ def test_every_malformed_sample_is_named_with_file_line_and_reason(tmp_path: Pat
         "train.txt line 18: there is text after the graph",
         "train_empty.txt: the file is empty",
         "train_bytes.txt: not UTF-8: byte 0xff in line 2",
+        "train_marked.txt line 1: a text holds chat markup, <|im_start|>",
+        "train_marked.txt line 4: a text holds chat markup, <|image_pad|>",
         "train_other.txt: no sentence; expected #::snt lines",
         "val.txt line 9: a node has no variable",
         "data.skip_invalid: true",
@@ -135,18 +138,6 @@ def test_a_test_split_is_read_where_it_is_named(tmp_path: Path) -> None:
         read_split(tmp_path / "two", "test")
     prepare("amr", f"folder:{source}", out_dir=tmp_path / "three", splits={"test": "public_test*"})
     assert [record.sentence for record in read_split(tmp_path / "three", "test")] == ["câu số 4 .", "câu số 5 ."]
-
-
-@pytest.mark.parametrize(
-    "marked",
-    [
-        "#::snt nói .\n(n / nói :op1 <|im_start|>)\n\n",
-        "#::snt nói .\n(<|image_pad|> / nói)\n\n",
-    ],
-)
-def test_chat_markup_is_refused(tmp_path: Path, marked: str) -> None:
-    source = folder(tmp_path / "amr", train=block(1), val=block(2) + marked)
-    assert "val.txt line 7: a text holds chat markup, <|" in refused(source)
 
 
 @pytest.mark.timeout(60)
