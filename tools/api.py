@@ -78,7 +78,8 @@ def read_run(name: str) -> Run:
     """The last evaluation of a recipe or a baseline, with the fields of stages/kit/reporting/runs.py.
 
     `metrics` is metrics.json; `columns` has an array (samples,) for each score of a sample that its task compares by,
-    in the order of `sample_ids`; `plan`, `training` and `loss` say how it was trained, and are None for a baseline.
+    in the order of `sample_ids`. `plan`, `training` and `certificate` describe its training and merge, and are None for
+    a baseline; `curves` has the curves of its training by name.
     Raises UserError for an unknown name, if the model has not been evaluated, and if its files are damaged.
     """
     from stages.kit.reporting.compare import read_task_run, task_report
@@ -97,8 +98,8 @@ def compare_runs(task: str) -> Comparison:
     """The comparison of a task's models as they were last evaluated, with the fields of reporting/compare.py.
 
     `evaluated` has the models that were run, in the order of params.yaml, each with its `score` by the primary metric:
-    `mean` and 95% `interval`. `best` is the best one, `answer` says whether the evidence is enough to call it that, and
-    `insights` answers the task's questions.
+    `mean` and 95% `interval`. `best` is the best one, `conclusive` says whether the evidence is enough to call it that,
+    and `insights` answers the task's questions.
     Raises UserError if nothing was run, or if the runs cannot be compared.
     """
     from stages.kit.reporting.compare import compare, read_contenders, task_report
