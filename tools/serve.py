@@ -19,6 +19,7 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.families import PROMPT_OPTIONS
 from stages.core.params import load_params
 from stages.core.params.schema import Params
+from stages.core.records import rebuild
 from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate
 from stages.kit.evaluation.vllm.environment import WORKER, engine_options, installed
 from stages.kit.models.certificate import certified_model
@@ -47,7 +48,8 @@ def require_certificate(params: Params, name: str, *, model: str, engine: str) -
     """The engine's certificate for these weights on this device. Raises UserError if there is none."""
     path = cards_dir(Path("data"), params.subject(name).task) / name / CERTIFICATE_FILE
     stage = evaluation_stage(name, trained=name in params.recipes)
-    fix = f"dvc exp run -S ++profiles.{params.profile}.evaluation.engine=vllm {stage}"
+    by_vllm = params.active.evaluation.engine == "vllm"
+    fix = rebuild(stage) if by_vllm else f"dvc exp run -S ++profiles.{params.profile}.evaluation.engine=vllm {stage}"
     certificate = EngineCertificate.read(path, fix=fix)
     expected = {
         "model": model,

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,12 @@ def test_only_certified_weights_are_served(own_answers: dict[str, Any], monkeypa
         (CARD / CERTIFICATE_FILE).unlink()
     missing = CliRunner().invoke(serve.main, [NAME])
     assert (missing.exit_code, started) == (1, [])
-    assert "evaluation.engine=vllm" in missing.output
+    assert f"dvc repro -f -s baseline@{NAME}" in missing.output
+    params = load_params()
+    with pytest.raises(UserError, match=f"dvc exp run .*evaluation.engine=vllm baseline@{NAME}"):
+        profile = replace(params.active, evaluation=replace(params.active.evaluation, engine="transformers"))
+        in_transformers = replace(params, profiles={params.profile: profile})
+        serve.require_certificate(in_transformers, NAME, model="", engine="")
     answers_from(own_answers)
     done("evaluate", NAME)
     assert CliRunner().invoke(serve.main, [NAME, "--port", "8001"]).exit_code == 0

@@ -77,8 +77,6 @@ class EngineCertificate(Record):
     """Name and version."""
     model: str
     """Digest of the model's folder."""
-    environment: str
-    """Digest of the engine's image, or of its lock."""
     device: str
     """The device of both: cpu, or the GPU's name."""
     precision: str
@@ -235,7 +233,6 @@ class VllmEngine:
             run=self.name,
             engine=engine,
             model=self.model_digest,
-            environment=installed(self.profile.device.kind).digest,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             precision=self.profile.memory.precision,
             images=self.images,

@@ -39,8 +39,6 @@ ON_CPU = {
 class Installed:
     """vLLM's environment where this process runs."""
 
-    digest: str
-    """Digest of the image, or of the lock that it was installed from."""
     python: Path
     variables: dict[str, str]
     """All environment variables of the worker."""
@@ -63,12 +61,10 @@ def installed(kind: str) -> Installed:
     python = folder / "bin/python"
     variables = stage_environment("vllm", os.environ, network=False, terminal=False) | SETTINGS
     variables |= ON_CPU if kind == "cpu" else {}
-    if image := os.environ.get("BAKEOFF_IMAGE"):
+    if "BAKEOFF_IMAGE" in os.environ:
         if kept := os.environ.get("TRITON_CACHE_DIR"):  # an image has no other folder that outlives a stage
             variables |= {"VLLM_CACHE_ROOT": f"{kept}/vllm", "FLASHINFER_WORKSPACE_BASE": kept}
-        return Installed(
-            digest=image, python=python, variables=variables | {"PYTHONPYCACHEPREFIX": f"{IN_IMAGE}/pycache"}
-        )
+        return Installed(python=python, variables=variables | {"PYTHONPYCACHEPREFIX": f"{IN_IMAGE}/pycache"})
     lock = Path("docker") / f"{TARGETS[kind]}.lock"
     copy, fix = folder / ".bakeoff" / lock.name, "make it with: make setup EXTRAS=vllm"
     if not python.exists() or not copy.is_file():
@@ -76,7 +72,7 @@ def installed(kind: str) -> Installed:
     if file_digest(copy) != file_digest(WORKSPACE_DIR / lock):
         raise UserError(f"{folder} holds other packages than {lock}; {fix}")
     variables["VLLM_CACHE_ROOT"] = str(folder / "cache")
-    return Installed(digest=file_digest(copy), python=python, variables=variables)
+    return Installed(python=python, variables=variables)
 
 
 def engine_options(
