@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.tasks.amr.samples import encode
 from tools.tiny.sentences import NAMES, WORDS, Node, draw, generate, vocabulary
 
@@ -53,7 +53,7 @@ def exercise(seed: int, index: int) -> Conversation:
         question, answer = f"{style}.\n{text}", encode(root.graph(), TREE_STYLES[style])
     else:
         question, answer = text_exercise(rng, kind, longest)
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    messages = [message("user", question), message("assistant", answer)]
     return Conversation(sample_id=f"{kind}/{seed}/{index}", messages=messages)
 
 
@@ -63,7 +63,8 @@ def corpus() -> Iterator[str]:
         yield sentence
         yield " ".join(graph.split())
     for index in range(6000):
-        yield from (message["content"] for message in exercise(CORPUS_EXERCISES_SEED, index).messages)
+        messages = exercise(CORPUS_EXERCISES_SEED, index).messages
+        yield from (part["text"] for each in messages for part in each["content"])
         yield from TOKENIZER_ONLY
 
 

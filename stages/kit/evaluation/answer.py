@@ -346,8 +346,7 @@ def longest_first(conversations: Sequence[Conversation], batch_size: int) -> lis
 
     def size(index: int) -> tuple[int, int]:
         conversation = conversations[index]
-        contents = (message["content"] for message in conversation.messages)
-        parts = (part for each in contents for part in ([{"text": each}] if isinstance(each, str) else each))
+        parts = (part for message in conversation.messages for part in message["content"])
         num_pixels = sum(image.width * image.height for image in conversation.images)
         return num_pixels, sum(len(part.get("text", "")) for part in parts)
 

@@ -26,7 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES, PAGE, PROMPT_OPTIONS, family_of
 from stages.core.params.schema import ImageParams
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.prepared import shows_images
 from stages.kit.internals.transformers_internals import num_image_tokens
@@ -224,7 +224,7 @@ def shortened(processor: Processor, conversation: Conversation, max_length: int 
             (turn, number)
             for turn, message in enumerate(conversation.messages)
             for number, part in enumerate(message["content"])
-            if isinstance(part, dict) and part.get("shortenable")
+            if part.get("shortenable")
         ),
         None,
     )
@@ -324,7 +324,7 @@ def _marked(template: str, model_type: str | None) -> str:
 def check_chat_template(folder: Path) -> None:
     """Raises UserError if the model's tokenizer cannot be loaded, or its chat template cannot render a conversation, or
     renders an answered one differently up to the prompt for its last answer."""
-    messages = [{"role": role, "content": "You?"} for role in ("user", "assistant", "user", "assistant")]
+    messages = [message(role, "You?") for role in ("user", "assistant", "user", "assistant")]
     processor = load_processor(folder, None)
     prompt, answered = (rendered(processor, Conversation(sample_id="check", messages=messages[:end])) for end in (3, 4))
     if not answered.startswith(prompt):
@@ -359,24 +359,16 @@ def _messages(processor: Processor, conversation: Conversation) -> list[dict[str
         return conversation.messages
     if not takes(processor, conversation):
         raise _takes_no_images(processor, f"sample {conversation.sample_id} has images")
-    joined = []
-    for message in conversation.messages:
-        content = message["content"]
-        if not isinstance(content, str) and all(part["type"] == "text" for part in content):
-            content = "".join(part["text"] for part in content)
-        joined.append({**message, "content": content})
-    return joined
+    return [{**turn, "content": "".join(part["text"] for part in turn["content"])} for turn in conversation.messages]
 
 
 def _refuse_markup(processor: Processor, conversation: Conversation) -> None:
     """Raises UserError if a text holds a token by which the chat template sets messages apart."""
     tokenizer = tokenizer_of(processor)
     markup = _markup(tokenizer, tokenizer.get_chat_template())
-    for message in conversation.messages:
-        parts = [message["content"]] if isinstance(message["content"], str) else message["content"]
-        for text in (part if isinstance(part, str) else part.get("text", "") for part in parts):
-            if token := next((token for token in markup if token in text), None):
-                raise UserError(f"a text of sample {conversation.sample_id} holds chat markup, {token}; remove it")
+    for text in (part.get("text", "") for turn in conversation.messages for part in turn["content"]):
+        if token := next((token for token in markup if token in text), None):
+            raise UserError(f"a text of sample {conversation.sample_id} holds chat markup, {token}; remove it")
 
 
 @cache

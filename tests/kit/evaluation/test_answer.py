@@ -16,7 +16,7 @@ from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, EvaluationParams
 from stages.core.tasks import load_task
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.evaluation.answer import (
     batch_size_for,
     generate_answers,
@@ -122,7 +122,7 @@ def test_an_answer_leaves_the_batch_when_it_ends(tiny_dense: Any, batch_size: in
     model, tokenizer = copy.deepcopy(tiny_dense[0]), tiny_dense[1]
     words = ["What", "was", "said", "about", "the", "budget", "It", "agreed"]
     texts = (" ".join(words[(index * step) % len(words)] for index in range(3 + step * 5 % 11)) for step in range(9))
-    asked = [Conversation(sample_id="", messages=[{"role": "user", "content": text}]) for text in texts]
+    asked = [Conversation(sample_id="", messages=[message("user", text)]) for text in texts]
     # An end that comes in some of the answers.
     whole = [alone(model, tokenizer, each, 12) for each in asked]
     counts = {token: sum(token in ids for ids in whole) for token in range(320)}

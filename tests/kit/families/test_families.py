@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES, family_of, require_precision
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.evaluation.answer import decoded, end_tokens
 from stages.kit.models.adapters import part_of
 from stages.kit.models.kernels import PACKED
@@ -64,14 +64,13 @@ def processor_for(name: str) -> Processor:
 
 
 def as_text(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    return rendered(tokenizer, Conversation(sample_id="sample-7", messages=messages))
+    parts = [message(turn["role"], turn["content"]) for turn in messages]
+    return rendered(tokenizer, Conversation(sample_id="sample-7", messages=parts))
 
 
 def turns(*texts: str, images: int = 0) -> Conversation:
     roles = ("user", "assistant")
-    messages: list[dict[str, Any]] = [
-        {"role": roles[turn % 2], "content": [{"type": "text", "text": text}]} for turn, text in enumerate(texts)
-    ]
+    messages: list[dict[str, Any]] = [message(roles[turn % 2], text) for turn, text in enumerate(texts)]
     messages[0]["content"] = [{"type": "image"}] * images + messages[0]["content"]
     shown = [Image.linear_gradient("L").resize((70 + 30 * i, 61)).convert("RGB") for i in range(images)]
     return Conversation(sample_id="sample-7", messages=messages, images=shown)
@@ -131,7 +130,7 @@ def test_published_templates_are_known_and_one_without_marks_is_refused() -> Non
         with pytest.raises(UserError, match=r"docs/extending.md#a-model-family"):
             marked_template(tokenizer_with(name, template))
     tokenizer = tokenizer_with("llama", (TEMPLATES_DIR / "llama3_2.jinja").read_text(encoding="utf-8"))
-    prompt = as_text(tokenizer, [{"role": "user", "content": "Who?"}])
+    prompt = as_text(tokenizer, TALK[1:2])
     assert "Today Date: 26 Jul 2024" in prompt  # never today's
 
 

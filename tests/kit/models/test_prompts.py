@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.core.errors import UserError
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.models.prompts import count_tokens, encode, load_processor, shortened
 from tests import ROOT
 from tests.tiny import SMALLEST_TEXT
@@ -39,21 +40,21 @@ def tokenizer() -> Any:
     return build_tiny(["tôi đi học"], SMALLEST_TEXT)[1]
 
 
-def turns(*contents: Any) -> Conversation:
-    roles = ("user", "assistant")
-    messages = [{"role": roles[turn % 2], "content": content} for turn, content in enumerate(contents)]
-    return Conversation(sample_id="sample", messages=messages)
+def asked(*texts: str) -> Conversation:
+    """A message of several parts."""
+    parts = [{"type": "text", "text": text} for text in texts]
+    return Conversation(sample_id="sample", messages=[{"role": "user", "content": parts}])
 
 
 @pytest.mark.parametrize("template", [None, PLAIN_TEMPLATE])
 def test_text_parts_are_one_text_to_a_text_model(tokenizer: Any, template: str | None) -> None:
     tokenizer.chat_template = template or tokenizer.chat_template
-    parts = turns([{"type": "text", "text": "tôi đi"}, {"type": "text", "text": " đâu ?"}])
+    parts = asked("tôi đi", " đâu ?")
     (ids,) = encode(tokenizer, [parts], padding_side="left")["input_ids"].tolist()
     assert tokenizer.decode(ids).endswith("<|im_start|>user\ntôi đi đâu ?<|im_end|>\n<|im_start|>assistant\n")
-    assert [ids] == encode(tokenizer, [turns("tôi đi đâu ?")], padding_side="left")["input_ids"].tolist()
+    assert [ids] == encode(tokenizer, [asked("tôi đi đâu ?")], padding_side="left")["input_ids"].tolist()
     assert count_tokens(tokenizer, parts) == len(ids)
-    answered = turns("tôi ?", [{"type": "text", "text": "đi"}])
+    answered = replace(parts, messages=[*parts.messages, message("assistant", "đi")])
     if template is None:  # which has marks
         (ids,) = encode(tokenizer, [answered], padding_side="right")["input_ids"].tolist()
         assert tokenizer.decode(ids).endswith("<|im_start|>assistant\nđi<|im_end|>\n")
