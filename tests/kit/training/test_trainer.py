@@ -78,13 +78,12 @@ def test_each_part_has_its_own_learning_rate(build: Build) -> None:
     assert rates == {"vision": pytest.approx(3e-5 * scale), "llm": pytest.approx(1e-4 * scale)}
 
 
-@pytest.mark.parametrize("recipe", ["r1-llm-only", "r4-joint"])
-def test_micro_batches_of_an_effective_batch_follow_one_trajectory(build: Build, recipe: str) -> None:
+def test_micro_batches_of_an_effective_batch_follow_one_trajectory(build: Build) -> None:
     """The loss is weighted by tokens over the effective batch; 24 samples of unlike lengths are two unequal steps."""
-    lora = PARAMS.recipe(recipe).lora
+    lora = PARAMS.recipe("r4-joint").lora
     assert lora is not None
     planned = plan_for(
-        recipe, micro_batch=16, samples=24, effective_batch=16, epochs=1, lora=replace(lora, dropout=0.0)
+        "r4-joint", micro_batch=16, samples=24, effective_batch=16, epochs=1, lora=replace(lora, dropout=0.0)
     )
     ends, losses = [], []
     for micro_batch in (16, 2):
@@ -126,9 +125,8 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("recipe", ["r1-llm-only", "r2-vision-only"])
 def test_a_micro_batch_costs_no_visit_of_every_module_or_parameter(
-    build: Build, monkeypatch: pytest.MonkeyPatch, recipe: str
+    build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted in trainings of 8 micro-batches and of 4, with as many steps."""
     visits: dict[str, int] = {"train": 0, "num_parameters": 0}
@@ -146,7 +144,7 @@ def test_a_micro_batch_costs_no_visit_of_every_module_or_parameter(
     count(PreTrainedModel, "num_parameters")
     found = []
     for micro_batch in (2, 4):
-        trainer = build(plan_for(recipe, micro_batch=micro_batch))
+        trainer = build(plan_for("r1-llm-only", micro_batch=micro_batch))
         assert not trainer.args.ddp_find_unused_parameters
         trainer.remove_callback(trainer.rehearsal)
         visits |= dict.fromkeys(visits, 0)
@@ -409,12 +407,11 @@ def test_the_trainer_keeps_the_contract(build: Build) -> None:
 # The rehearsal.
 
 
-@pytest.mark.parametrize("recipe", ["r1-llm-only", "r2-vision-only"])
-def test_a_rehearsed_training_is_the_same_bit_for_bit(build: Build, recipe: str) -> None:
+def test_a_rehearsed_training_is_the_same_bit_for_bit(build: Build) -> None:
     """r1 draws random numbers, for its dropout."""
     ends, passes = [], [0, 0]
     for index, rehearsed in enumerate((True, False)):
-        trainer = build(plan_for(recipe, micro_batch=2))
+        trainer = build(plan_for("r1-llm-only", micro_batch=2))
         if not rehearsed:
             trainer.remove_callback(trainer.rehearsal)
 
