@@ -32,10 +32,15 @@ from tests.tasks.moe.made_up import fact, meeting
 from tools.try_run import __main__ as command
 from tools.try_run.forms import FORMS, Form, MoeForm, escaped, following, mermaid
 
-page = pytest.importorskip("tools.try_run.page", reason="needs gradio (make setup EXTRAS='dev try')")
 pipeline = pytest.mark.pipeline
 DETECTION, AMR = "r1-llm-only", "amr-ptr"
 SENTENCES = ("Tôi đọc sách .", "Mẹ thấy  nhà .", "Ai đó ?")
+
+
+@pytest.fixture(scope="module")
+def page() -> Any:
+    """Imported here, as it takes seconds, and every process that collects tests imports this file."""
+    return pytest.importorskip("tools.try_run.page", reason="needs gradio (make setup EXTRAS='dev try')")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +82,7 @@ def workspace(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pipeline
-def test_a_photograph_is_answered_as_by_evaluate(workspace: Path, tmp_path: Path) -> None:
+def test_a_photograph_is_answered_as_by_evaluate(page: Any, workspace: Path, tmp_path: Path) -> None:
     form, models = form_of(DETECTION), command.load_models(load_params(), DETECTION, with_base=True)
     assert [model.name.split()[0] for model in models] == ["bases/vlm", DETECTION]
     boxes = 0
@@ -97,7 +102,7 @@ def test_a_photograph_is_answered_as_by_evaluate(workspace: Path, tmp_path: Path
 
 
 @pipeline
-def test_a_sentence_is_answered_as_by_predict(workspace: Path) -> None:
+def test_a_sentence_is_answered_as_by_predict(page: Any, workspace: Path) -> None:
     form, (model,) = form_of(AMR), command.load_models(load_params(), AMR, with_base=False)
     predicted = Path("data/predictions/unknown.txt").read_text(encoding="utf-8").split("\n\n")
     for sentence, block in zip(SENTENCES, predicted, strict=True):
@@ -153,6 +158,7 @@ def test_a_graph_is_drawn_with_every_node_and_reference() -> None:
     assert escaped('"]--><b>`') == "#34;#93;#45;#45;#62;#60;b#62;#96;"
 
 
+@pipeline
 def test_a_run_that_cannot_be_tried_is_refused_at_once(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert "make setup EXTRAS=try" in CliRunner().invoke(command.main, [DETECTION]).output
@@ -190,7 +196,7 @@ def opened(url: str) -> Iterator[Any]:
 
 
 @contextmanager
-def served(form: Any, models: list[Any]) -> Iterator[Any]:
+def served(page: Any, form: Any, models: list[Any]) -> Iterator[Any]:
     blocks = page.make_page("page", form, models)
     try:
         with opened(page.serve(blocks, None)) as tab:
@@ -201,7 +207,7 @@ def served(form: Any, models: list[Any]) -> Iterator[Any]:
 
 @pipeline
 @browser_test
-def test_a_photograph_in_a_browser_gets_its_boxes(workspace: Path, tmp_path: Path) -> None:
+def test_a_photograph_in_a_browser_gets_its_boxes(page: Any, workspace: Path, tmp_path: Path) -> None:
     """The command itself, as make calls it; Ctrl-C leaves nothing of the uploads."""
     record = read_split(Path("data/prepared/nutrition-tables"), "val")[0]
     (tmp_path / "photograph.jpg").write_bytes(record.image)
@@ -247,10 +253,12 @@ def test_a_photograph_in_a_browser_gets_its_boxes(workspace: Path, tmp_path: Pat
 
 @pipeline
 @browser_test
-def test_a_sentence_in_a_browser_gets_a_drawn_graph(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sentence_in_a_browser_gets_a_drawn_graph(
+    page: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph = f"(muốn :agent (cậu_bé #1) :polarity - :theme ({HOSTILE} :agent #1))"
     monkeypatch.setattr(page, "answer", lambda model, question: graph)
-    with served(form_of(AMR), command.load_models(load_params(), AMR, with_base=False)) as tab:
+    with served(page, form_of(AMR), command.load_models(load_params(), AMR, with_base=False)) as tab:
         tab.get_by_label("A sentence").fill("Cậu bé không muốn mua .")
         tab.get_by_role("button", name="Ask").click()
         tab.locator("svg .nodeLabel").first.wait_for()
@@ -259,7 +267,7 @@ def test_a_sentence_in_a_browser_gets_a_drawn_graph(workspace: Path, monkeypatch
         assert sorted(tab.locator("svg .edgeLabel p").all_inner_texts()) == roles
 
 
-def test_a_dialogue_is_shown_as_text_and_goes_on_from_it() -> None:
+def test_a_dialogue_is_shown_as_text_and_goes_on_from_it(page: Any) -> None:
     turns = [message("system", "Short."), message("user", HOSTILE), message("assistant", "<b>no</b>")]
     shown = page.dialogue_of(turns)
     assert "<" not in "".join(each["content"] for each in shown)
