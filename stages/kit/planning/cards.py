@@ -65,8 +65,6 @@ CARDS = (
     Card("RTX 3090", 24, 23.48, 82, 71, 350),
     Card("Quadro RTX 6000", 24, 22.0, 72, 130.5, 260, has_bf16=False),
     Card("T4", 16, 14.56, 40, 65, 70, has_bf16=False),
-    Card("V100-32GB", 32, 31.73, 80, 125, 300, r"V100\b.*32GB", has_bf16=False),
-    Card("V100-16GB", 16, 15.77, 80, 125, 300, r"V100\b.*16GB", has_bf16=False),
 )
 """The first whose pattern is in a device's name is meant."""
 

@@ -30,7 +30,6 @@ from stages.kit.planning.cards import (
         ("NVIDIA RTX A6000", "RTX A6000"),
         ("Quadro RTX 6000", "Quadro RTX 6000"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("Tesla V100-SXM2-32GB", "V100-32GB"),
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
