@@ -29,10 +29,10 @@ import click
 
 from stages.core.environment import usable_cores
 from stages.core.errors import UserError, pluralize, printable
+from stages.core.locks import hold
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.signals import end_with_parent
-from stages.kit.launcher.container import locked
 from stages.kit.launcher.gpus import leasable, read_gpus
 from stages.kit.launcher.logs import LOGS_DIR, log_path
 from stages.kit.launcher.pipeline import gpus_wanted
@@ -58,7 +58,7 @@ def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
     # On a GPU and in Slurm the number of threads is left open: a checkpoint and a job are known by it too, and
     # `dvc repro` could not resume them.
     threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if shares_cores and jobs > 1 else {}
-    with locked(LOCK_PATH, "`make run` is at work in this workspace already; wait for it, or end it"):
+    with hold(LOCK_PATH, "`make run` is at work in this workspace already; wait for it, or end it"):
         steps, num_up_to_date = steps_of(targets, params.active.device, force=force)
         up_to_date = f"{num_up_to_date} up to date, " if num_up_to_date else ""
         say(f"{up_to_date}{pluralize(len(steps), 'stage')} to run, at most {jobs} at once; their output: {LOGS_DIR}/")

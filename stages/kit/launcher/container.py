@@ -28,8 +28,8 @@ from pydantic import TypeAdapter
 from stages.core.environment import CERTIFICATES, container_environment
 from stages.core.errors import UserError, join_truncated
 from stages.core.given_files import CACHE_VARIABLE, cache_dir, stays_inside
+from stages.core.locks import hold
 from stages.core.provenance import Machine
-from stages.kit.launcher.gpus import try_lock
 from stages.kit.launcher.inside import LAUNCHER_LOCK, READY
 from stages.kit.launcher.pipeline import DeclaredStage, Request
 from stages.kit.launcher.process import Ended, Image, forwarded_signals
@@ -77,7 +77,7 @@ class Outputs:
 
     def alone(self) -> AbstractContextManager[TextIO]:
         """Hold the lock of this stage. Raises UserError if another launcher runs the same stage in this workspace."""
-        return locked(self.lock_path, f"{self.stage.name} is already running in this workspace; wait for it, or end it")
+        return hold(self.lock_path, f"{self.stage.name} is already running in this workspace; wait for it, or end it")
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -135,19 +135,6 @@ class Outputs:
 
     def _shown(self, path: Path) -> str:
         return str(path.relative_to(self.written_dir))
-
-
-@contextmanager
-def locked(path: Path, refusal: str, *, patience_s: float = 0.0) -> Iterator[TextIO]:
-    """Hold the lock of a file. Raises UserError with the refusal if another process holds it for longer than that."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    patience_ends = time.monotonic() + patience_s
-    while (lock := try_lock(path)) is None:
-        if time.monotonic() >= patience_ends:
-            raise UserError(refusal)
-        time.sleep(0.2)
-    with lock:  # the file stays: were it removed, two launchers could each lock one of its name
-        yield lock
 
 
 def refuse_links_out(workspace_dir: Path, outs: Iterable[str]) -> None:

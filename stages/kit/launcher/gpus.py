@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import TextIO
 
 import psutil
 
 from stages.core.errors import UserError, bytes_text, pluralize
+from stages.core.locks import try_lock
 
 IDLE_BYTES = 2**30
 """At most in use on a GPU that counts as free: the driver's own memory, or a desktop's windows."""
@@ -215,17 +215,6 @@ def leasable(gpus: Sequence[Gpu], *, visible: str | None, count: int, holder: st
         f"{holder} wants {pluralize(count, 'GPU')}; this machine has {has}. Look at the output of nvidia-smi, or "
         "choose another profile in params.yaml: one with a smaller device.count, or device.kind cpu"
     )
-
-
-def try_lock(path: Path) -> TextIO | None:
-    """Open a file and take its lock (flock), held until it is closed; None if another process holds it."""
-    lock = path.open("a")  # not "w": what the holder wrote stays until there is another
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        return None
-    return lock
 
 
 def _holder(path: Path) -> str | None:

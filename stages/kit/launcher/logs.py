@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from stages.core.locks import try_lock
 from stages.core.signals import ENDING
-from stages.kit.launcher.gpus import try_lock
 
 LOGS_DIR = Path(".bakeoff/logs")
 LAST_WORDS_S = 2.0

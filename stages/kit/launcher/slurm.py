@@ -37,10 +37,11 @@ from typing import NamedTuple, TextIO
 
 from stages.core.environment import job_environment, numeric_settings
 from stages.core.errors import UserError
+from stages.core.locks import hold
 from stages.core.params.schema import Params
 from stages.core.records import publish_text
 from stages.core.signals import ENDING, GRACE_S
-from stages.kit.launcher.container import ASIDE_DIR, locked, remove
+from stages.kit.launcher.container import ASIDE_DIR, remove
 from stages.kit.launcher.pipeline import JOB_VARIABLE, Request, host_gib
 from stages.kit.launcher.process import ForwardedSignals, forwarded_signals
 from stages.kit.launcher.record import code_digest, digests, recorded_inputs, used_params
@@ -252,7 +253,7 @@ class StageJob:
         Raises UserError if Slurm refuses the job, would never start it, or ended it.
         """
         refusal = f"another launcher waits for {self.declared.name} in this workspace; wait for it, or end it"
-        waiter = locked(self.jobs_dir / "waiter", refusal, patience_s=LOCK_S)
+        waiter = hold(self.jobs_dir / "waiter", refusal, patience_s=LOCK_S)
         with forwarded_signals() as signals, waiter as lock:
             own = self._cancel_others(signals)
             while not signals.received:

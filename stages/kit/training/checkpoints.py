@@ -11,7 +11,6 @@ away, and are not outputs: DVC never sees half a training. The launcher removes 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -21,13 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest, file_digests, json_digest
+from stages.core.locks import LOCK, lock_folder, try_lock
 from stages.core.records import parse_json, publish_text
 
-MANIFEST, IDENTITY, LOCK, FINISHED = "manifest.json", "fingerprint.json", "lock", "finished"
+MANIFEST, IDENTITY, FINISHED = "manifest.json", "fingerprint.json", "finished"
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def kept_checkpoints(
         return
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(checkpoints.folder))
+            stack.enter_context(lock_folder(checkpoints.folder))
             (checkpoints.folder / FINISHED).unlink(missing_ok=True)
             for path in checkpoints.folder.glob(".*.partial"):  # of a process that was killed
                 shutil.rmtree(path, ignore_errors=True)
@@ -179,9 +179,10 @@ def _trainings(recipe_dir: Path) -> list[Path]:
 def _idle_trainings(recipe_dir: Path) -> Iterator[Path]:
     """Trainings without a running process; none can start until the next one is taken. A training has its own lock."""
     for folder in _trainings(recipe_dir):
-        with suppress(OSError), open_lock(folder) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield folder
+        with suppress(OSError):
+            if lock := try_lock(folder / LOCK):
+                with lock:
+                    yield folder
 
 
 def _log_differences(own: Path, identity: Mapping[str, str]) -> None:
@@ -192,26 +193,6 @@ def _log_differences(own: Path, identity: Mapping[str, str]) -> None:
                 other = parse_json((folder / IDENTITY).read_bytes())
                 differing = ", ".join(name for name, value in identity.items() if other.get(name) != value)
                 log.info("not resuming from step %d of another training, which differs in: %s", steps[-1], differing)
-
-
-def locked(folder: Path, kind: int = fcntl.LOCK_EX) -> TextIO:
-    """The folder's lock, open and held, exclusive or with LOCK_SH shared; makes the folder, and waits for others."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open_lock(folder)
-        try:
-            fcntl.flock(lock, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process that works in %s, or saves its work there", folder)
-            fcntl.flock(lock, kind)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
-                return lock
-        lock.close()  # the process that held it has removed the folder
-
-
-def open_lock(folder: Path) -> TextIO:
-    return os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
 
 
 def _sync(path: Path) -> None:

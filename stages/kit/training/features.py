@@ -11,7 +11,6 @@ A part is complete or absent; a damaged one is computed again.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -29,10 +28,10 @@ from safetensors.torch import save_file
 
 from stages.core.errors import UserError, bytes_text
 from stages.core.lineage import file_digest, json_digest
+from stages.core.locks import LOCK, lock_folder, try_lock
 from stages.kit.internals.transformers_internals import on_device
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import FEATURES, ConversationCollator, padded
-from stages.kit.training.checkpoints import locked, open_lock
 
 if TYPE_CHECKING:
     from stages.kit.training.trainer import RecipeTrainer
@@ -62,7 +61,7 @@ def frozen_features(
     folder = root / _digest(plan, identity)
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(folder, fcntl.LOCK_SH))
+            stack.enter_context(lock_folder(folder, shared=True))
             os.utime(folder)
             _compute_missing(trainer, collator, folder)
         except OSError as error:
@@ -187,7 +186,8 @@ def _remove_unused(root: Path, limit_bytes: int) -> None:
     for folder in sorted(sizes, key=lambda folder: folder.stat().st_mtime_ns):
         if sum(sizes.values()) <= limit_bytes:
             return
-        with suppress(OSError), open_lock(folder) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
-            del sizes[folder]
+        with suppress(OSError):
+            if lock := try_lock(folder / LOCK):
+                with lock:
+                    shutil.rmtree(folder)
+                    del sizes[folder]

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stages.core import locks
+from stages.core.locks import LOCK
 from stages.kit.training import checkpoints as on_disk
 from stages.kit.training.checkpoints import (
     FINISHED,
-    LOCK,
     MANIFEST,
     Checkpoints,
     damage,
@@ -241,7 +242,7 @@ def test_a_second_process_waits_and_resumes_from_the_work_of_the_first(
         to_first.write("\n")
         to_first.flush()
 
-    monkeypatch.setattr(on_disk.log, "info", let_it_end)
+    monkeypatch.setattr(locks.log, "info", let_it_end)
     with kept_checkpoints(tmp_path, THIS, keep=2) as checkpoints:
         assert checkpoints.newest() == newest
         assert (checkpoints.folder / LOCK).exists()

@@ -1,0 +1,66 @@
+"""File locks (flock): a process holds one until it closes the file or ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from stages.core.errors import UserError
+
+LOCK = "lock"
+"""Name of the lock of a folder, which is in it."""
+
+log = logging.getLogger(__name__)
+
+
+def try_lock(path: Path) -> TextIO | None:
+    """Open a file and take its lock; None if another process holds it. Raises OSError, also for a link: a stage in a
+    container could make one that leads out of the container's view."""
+    lock = _opened(path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+@contextmanager
+def hold(path: Path, refusal: str, *, patience_s: float = 0.0) -> Iterator[TextIO]:
+    """Hold the lock of a file. Raises UserError with the refusal if another process holds it for longer than that."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    patience_ends = time.monotonic() + patience_s
+    while (lock := try_lock(path)) is None:
+        if time.monotonic() >= patience_ends:
+            raise UserError(refusal)
+        time.sleep(0.2)
+    with lock:  # the file stays: were it removed, two processes could each lock one of its name
+        yield lock
+
+
+def lock_folder(folder: Path, *, shared: bool = False) -> TextIO:
+    """The folder's lock, held; makes the folder, and waits for processes that hold it otherwise."""
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _opened(folder / LOCK)
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another process that works in %s, or saves its work there", folder)
+            fcntl.flock(lock, kind)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
+                return lock
+        lock.close()  # the process that held it has removed the folder
+
+
+def _opened(path: Path) -> TextIO:
+    # "a" does not empty it: what the holder wrote stays until there is another.
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a")
