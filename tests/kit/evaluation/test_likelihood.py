@@ -6,7 +6,7 @@ import torch
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from stages.core.errors import UserError
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.evaluation import likelihood
 from stages.kit.evaluation.likelihood import answer_log_likelihoods, routing
 from stages.kit.models.prompts import encode
@@ -14,8 +14,7 @@ from stages.kit.models.prompts import encode
 
 def answered(question: str, answer: str, transcript: str = "") -> Conversation:
     parts = [{"type": "text", "text": transcript, "shortenable": True}, {"type": "text", "text": question}]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": parts}]
-    messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+    messages = [{"role": "user", "content": parts}, message("assistant", answer)]
     return Conversation(sample_id=question, messages=messages)
 
 
@@ -64,11 +63,10 @@ def test_a_model_that_diverged_is_refused(tiny_dense: Any) -> None:
         answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=2)
 
 
-def question(text: str) -> Conversation:
-    return Conversation(sample_id=text, messages=[{"role": "user", "content": [{"type": "text", "text": text}]}])
-
-
-QUESTIONS = [question("What?"), question("What was said about the budget? " * 3), question("It was agreed.")]
+QUESTIONS = [
+    Conversation(sample_id=text, messages=[message("user", text)])
+    for text in ("What?", "What was said about the budget? " * 3, "It was agreed.")
+]
 
 
 def routers(model: Any) -> list[Qwen2MoeTopKRouter]:

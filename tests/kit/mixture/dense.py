@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from stages.core.lineage import read_lineage, write_lineage
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from tests import ROOT
 
 TOKENIZER_DIR = ROOT / "data/tiny/qwen2-vl"
@@ -57,9 +57,7 @@ def save_expert(
 
 
 def conversation(question: str, answer: str = "It is so.") -> Conversation:
-    texts = (("user", question), ("assistant", answer))
-    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts]
-    return Conversation(sample_id=question, messages=messages)
+    return Conversation(sample_id=question, messages=[message("user", question), message("assistant", answer)])
 
 
 def set_routers(folder: Path, router: torch.Tensor) -> None:

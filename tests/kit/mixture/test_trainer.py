@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, PartsParams
@@ -25,7 +25,7 @@ from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
 from stages.tasks.moe import samples as moe_samples
 from tests.kit.mixture.dense import conversation, set_routers
-from tests.kit.training.small import plan_for
+from tests.kit.training.small import TakeGradients, plan_for
 from tests.tasks.moe.made_up import fact, meeting
 
 QUESTIONS = ("What is {}?", "Chair: {}. Clerk: so then, so then. What was agreed?", "Tell me {} again")
@@ -35,16 +35,6 @@ EXPERTS = [number % 3 for number in range(8)]
 GATES = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
 
 Gradients = dict[str, torch.Tensor]
-
-
-class TakeGradients(TrainerCallback):
-    """Keeps the gradients that the optimizer gets."""
-
-    def __init__(self) -> None:
-        self.gradients: Gradients = {}
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def load(folder: Path, **options: Any) -> PreTrainedModel:
@@ -93,9 +83,8 @@ def trainer_of(plan: Plan, folder: Path, scratch_dir: Path, coefficient: float =
 
 
 def train(plan: Plan, folder: Path, scratch_dir: Path, **options: Any) -> tuple[RecipeTrainer, Gradients]:
-    taken = TakeGradients()
     trainer = trainer_of(plan, folder, scratch_dir, **options)
-    trainer.add_callback(taken)
+    trainer.add_callback(taken := TakeGradients())
     trainer.train()
     return trainer, taken.gradients
 

@@ -66,8 +66,8 @@ def about(text: str, *, shortenable: bool = True) -> Conversation:
         {"type": "text", "text": text, "shortenable": shortenable},
         {"type": "text", "text": "\nWhat was said?"},
     ]
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "It was agreed. " * 3}]}
-    return Conversation(sample_id="s", messages=[{"role": "user", "content": parts}, answer])
+    messages = [{"role": "user", "content": parts}, message("assistant", "It was agreed. " * 3)]
+    return Conversation(sample_id="s", messages=messages)
 
 
 def text_of(conversation: Conversation) -> str:

@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.core.params import load_params
+from stages.kit.models.load import whole
 from stages.kit.planning.plan import Plan, Validation, resolve_plan
 from stages.kit.training.trainer import RecipeTrainer
 from tests import ROOT
@@ -42,6 +43,16 @@ def log_of(trainer: RecipeTrainer) -> list[dict[str, float]]:
         {name: value for name, value in entry.items() if not name.endswith(("_runtime", "_per_second"))}
         for entry in trainer.state.log_history
     ]
+
+
+class TakeGradients(TrainerCallback):
+    """Keeps the gradients that the optimizer gets, by name, gathered from all processes."""
+
+    gradients: dict[str, torch.Tensor]
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        self.gradients = {name: whole(gradient).clone() for name, gradient in named.items()}
 
 
 class Killed(BaseException):

@@ -11,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import TrainerCallback
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 from stages.core.errors import UserError
 from stages.core.params.schema import PartsParams
-from stages.kit.data.conversation import Conversation
+from stages.kit.data.conversation import Conversation, message
 from stages.kit.models.adapters import part_of
 from stages.kit.models.load import load_config
 from stages.kit.models.prompts import Processor, load_processor, tokenizer_of
@@ -24,7 +23,7 @@ from stages.kit.planning.plan import Plan
 from stages.kit.training import batches
 from stages.kit.training.batches import IGNORED, ConversationCollator, packed
 from stages.kit.training.trainer import RecipeTrainer
-from tests.kit.training.small import plan_for
+from tests.kit.training.small import TakeGradients, plan_for
 from tests.tiny import table_conversation
 
 ANSWER = "<|object_ref_start|>nutrition-table<|object_ref_end|><|box_start|>(1,22),(333,999)<|box_end|>"
@@ -36,9 +35,8 @@ Build = Callable[..., RecipeTrainer]
 def conversation(*answers: str, images: int = 1) -> Conversation:
     messages: list[dict[str, Any]] = []
     for turn, answer in enumerate(answers):
-        parts = [{"type": "image"}] * images if turn == 0 else []
-        messages.append({"role": "user", "content": [*parts, {"type": "text", "text": f"Question {turn}?"}]})
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        messages += [message("user", f"Question {turn}?"), message("assistant", answer)]
+    messages[0]["content"] = [{"type": "image"}] * images + messages[0]["content"]
     sizes = [(60 + 56 * number, 60) for number in range(images)]
     return Conversation(sample_id="sample-7", messages=messages, images=[Image.new("RGB", size) for size in sizes])
 
@@ -154,14 +152,6 @@ Step = tuple[float, dict[str, torch.Tensor]]
 """The loss, and by part, the gradients of its parameters in a row."""
 
 
-class TakeGradients(TrainerCallback):
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        parts: dict[str, list[torch.Tensor]] = {}
-        for name, parameter in model.named_parameters():
-            parts.setdefault(part_of(name), []).append(parameter.grad.flatten().clone())
-        self.gradients = {part: torch.cat(gradients) for part, gradients in parts.items()}
-
-
 def one_step(*, micro_batch: int = 8, **settings: Any) -> Plan:
     recipe: Any = {"parts": EVERYTHING, "effective_batch": 8, "epochs": 1, "max_grad_norm": 1e9}
     return replace(plan_for("r2-vision-only", micro_batch=micro_batch, **recipe), **settings)
@@ -172,7 +162,10 @@ def take(trainer: RecipeTrainer) -> Step:
     trainer.remove_callback(trainer.rehearsal)
     trainer.train()
     (loss,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return loss, taken.gradients
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, gradient in taken.gradients.items():
+        parts.setdefault(part_of(name), []).append(gradient.flatten())
+    return loss, {part: torch.cat(gradients) for part, gradients in parts.items()}
 
 
 def differences(one: Step, other: Step) -> dict[str, float]:

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from stages.core.params.schema import CheckpointParams, DeviceParams, LoraParams
 from stages.kit.evaluation.validation import Validator
 from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.models.adapters import trained_tensors
-from stages.kit.models.load import local, process_mesh, whole
+from stages.kit.models.load import local, process_mesh
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import kept_checkpoints
 from stages.kit.training.records import LOSS, SCORE
@@ -36,7 +36,7 @@ from stages.kit.training.resume import load_state, seed_everything, train_to_the
 from stages.kit.training.trainer import ContractBreach, RecipeTrainer, StartContract, check_gradients
 from tests.kit.memory.real_steps import PROCESSES, sharded, trainer_of
 from tests.kit.memory.small import FULL, GATE, LABELS, R1, plan_of
-from tests.kit.training.small import At, validation
+from tests.kit.training.small import At, TakeGradients, validation
 
 # A rank of 1 leaves one of two processes nothing of an adapter's first matrix.
 LORA = {**R1, "lora": LoraParams(rank=1, alpha=2, targets={"llm": ("q_proj", "down_proj")})}
@@ -157,14 +157,6 @@ def member(rank: int, main: Main, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-class WholeGradients(TrainerCallback):
-    """Keeps what the optimizer is about to be given, gathered from all processes."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        self.found = {f"gradient of {name}": whole(gradient).clone() for name, gradient in named.items()}
-
-
 def two_steps(name: str, mesh: DeviceMesh | None) -> Mapping[str, torch.Tensor]:
     """The weights of a text model after two steps of 8 samples, and the second step's gradients, which AdamW does not
     depend on. No two samples are alike."""
@@ -174,11 +166,10 @@ def two_steps(name: str, mesh: DeviceMesh | None) -> Mapping[str, torch.Tensor]:
     schedule = replace(plan.schedule, num_steps=2, train_samples=16, max_grad_norm=1e9)
     plan = replace(plan, schedule=replace(schedule, grad_accumulation=accumulation))
     trainer = trainer_of(plan, model_name, collator=partial(collate, domains=len(plan.domains)), mesh=mesh)
-    gradients = WholeGradients()
-    trainer.add_callback(gradients)
+    trainer.add_callback(taken := TakeGradients())
     trainer.train()
     model: PreTrainedModel | PeftModel = trainer.accelerator.unwrap_model(trainer.model)
-    return {**trained_tensors(model), **gradients.found}
+    return {**trained_tensors(model), **{f"gradient of {name}": each for name, each in taken.gradients.items()}}
 
 
 def breach_of(mesh: DeviceMesh) -> str:
