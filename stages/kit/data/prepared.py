@@ -22,7 +22,7 @@ from pydantic import ConfigDict
 
 from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams
-from stages.core.records import published, read_record
+from stages.core.records import published, read_record, rebuild
 from stages.core.tasks import reader_of
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.near import Description, near_duplicates
@@ -404,7 +404,7 @@ class Origin:
 
 def read_origin(prepared_dir: Path) -> Origin:
     """Reads stats.json. Raises UserError if it is missing or damaged."""
-    return read_record(Origin, prepared_dir / STATS_FILE, fix=f"dvc repro -f -s prepare@{prepared_dir.name}")
+    return read_record(Origin, prepared_dir / STATS_FILE, fix=rebuild(f"prepare@{prepared_dir.name}"))
 
 
 def shows_images(prepared_dir: Path) -> bool:
@@ -455,4 +455,4 @@ def _beyond(one: pa.Schema, other: pa.Schema) -> list[str]:
 
 
 def _rebuild(prepared_dir: Path) -> str:
-    return f"rebuild it with: dvc repro -f -s prepare@{prepared_dir.name}"
+    return f"rebuild it with: {rebuild(f'prepare@{prepared_dir.name}')}"
