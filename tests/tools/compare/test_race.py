@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from stages.kit.reporting.evidence import LOOKS
 from stages.kit.reporting.runs import Run
 from tests import ROOT
 from tests.documents import write_yaml
+from tests.kit.launcher.small_checkout import CALLER, commit
+from tests.kit.launcher.small_checkout import run as run_in
 from tests.kit.reporting.test_compare import REPORT, run_of, scores_around
 from tests.made_up_runs import PARAMS_PATH, project_params
 from tools.compare import __main__ as command
@@ -136,19 +139,11 @@ def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path, monkeypa
     (workspace / "data").mkdir()
     (workspace / "data/tiny").symlink_to(ROOT / "data/tiny")
     assert load_params(workspace / "params.yaml").recipes
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-    def run(*command: str) -> str:
-        ended = subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout
-
+    run = partial(run_in, workspace, PYTHONPATH=str(ROOT))
     run("git", "init", "-q")
-    run("git", "config", "user.email", "someone@example.org")
-    run("git", "config", "user.name", "someone")
-    run(sys.executable, "-m", "dvc", "init", "-q")
-    run("git", "add", ".")
-    run("git", "commit", "-qm", "params")
+    run("dvc", "init", "-q")
+    commit(workspace)
+    environment = {**CALLER, "PYTHONPATH": str(ROOT)}
     race = (sys.executable, "-m", "tools.compare", "detection", "--race", "0.03", "--jobs", "2")
     with subprocess.Popen(race, cwd=workspace, env=environment, start_new_session=True) as killed:
         while killed.poll() is None and "r4-joint 42" not in (log.read_text() if log.exists() else ""):
@@ -165,7 +160,7 @@ def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path, monkeypa
     results = json.loads((workspace / "data/report/detection/over-seed/comparison.json").read_text())
     assert results["best"] == "r4-joint"
 
-    run(sys.executable, "-m", "dvc", "exp", "run", "-q", "--queue", "-n", "waiting", "-S", "seed=45")
+    run("dvc", "exp", "run", "-q", "--queue", "-n", "waiting", "-S", "seed=45")
     monkeypatch.chdir(workspace)
     revisions, others = named_revisions()
     assert (len(revisions), others) == (4, {"waiting": "queued"}), "the workspace and three experiments"
