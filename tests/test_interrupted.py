@@ -204,7 +204,7 @@ def test_a_training_that_runs_out_of_memory_keeps_its_effective_batch(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At load, and at steps 1 and 8."""
-    places = (at_load(stages.train, "load_base"), at_step(1), at_step(8))
+    places = (at_load(stages.train, "load_trainable"), at_step(1), at_step(8))
     assert down_the_ladder(Engine(*places), "train", RECIPE, workspace) == 0
     assert [line.partition(" with ")[2] for line in capsys.readouterr().err.splitlines() if "launcher:" in line] == [
         "micro_batch 4 -> 2, grad_accumulation 1 -> 2",
