@@ -89,8 +89,8 @@ class RecipeMemory:
             }
 
         old, new = facts(before), facts(self)
-        changed = [name for name in new if old.get(name, "none") != new[name]]
-        return ", ".join(f"{name} {old.get(name, 'none')} -> {new[name]}" for name in changed) or "nothing"
+        both = {name: (old.get(name, "none"), new.get(name, "none")) for name in old | new}
+        return ", ".join(f"{name} {was} -> {now}" for name, (was, now) in both.items() if was != now) or "nothing"
 
 
 @dataclass(frozen=True, kw_only=True)

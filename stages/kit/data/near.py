@@ -26,8 +26,8 @@ P = TypeVar("P")
 
 BITS_WORDS = 4
 MAX_BITS = 64
-"""Bits of 256 in which the descriptions of two copies of an image may differ. Different images differ in 128 +- 9,
-and at least in 86 over 120,000 pairs; docs/data.md has the shares of the copies that are found."""
+"""Bits of 256 in which the descriptions of two copies of an image may differ. Different photographs differ in 128 +-
+9, and at least in 86 over 120,000 pairs; docs/data.md has the shares of the copies that are found."""
 FREQUENCIES = np.cos(np.pi / 64 * (np.arange(64) + 0.5) * np.arange(16)[:, None])
 """(16, 64) The lowest of the discrete cosine transform (DCT-II) of 64 values, not scaled."""
 MIN_SHARE = 0.8

@@ -11,6 +11,7 @@ import tty
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from stages.core.locks import try_lock
 from stages.core.signals import ENDING
@@ -38,8 +39,7 @@ def logged(path: Path) -> Iterator[None]:
     if path.is_symlink():  # it could lead to a file of somebody else
         path.unlink()
     log = try_lock(path)
-    shown = os.fstat(2)
-    if log is None or os.path.samestat(shown, os.fstat(log.fileno())) or not os.path.samestat(shown, os.fstat(1)):
+    if log is None or not _is_shown_whole(log):
         yield
         return
     log.truncate(0)
@@ -61,7 +61,7 @@ def logged(path: Path) -> Iterator[None]:
         os.close(end)
     log.close()
     if os.isatty(2):
-        signal.signal(signal.SIGWINCH, lambda *_: termios.tcsetwinsize(2, termios.tcgetwinsize(terminal)))
+        signal.signal(signal.SIGWINCH, lambda *_: _resize(terminal))
     try:
         yield
     finally:
@@ -69,6 +69,20 @@ def logged(path: Path) -> Iterator[None]:
         for stream in (1, 2):
             os.dup2(terminal, stream)
         select.select([copied], [], [], LAST_WORDS_S)
+
+
+def _is_shown_whole(log: TextIO) -> bool:
+    """Whether stdout and stderr go to one place, which is not this log."""
+    try:
+        shown, others = os.fstat(2), (os.fstat(1), os.fstat(log.fileno()))
+    except OSError:  # closed
+        return False
+    return [os.path.samestat(shown, each) for each in others] == [True, False]
+
+
+def _resize(terminal: int) -> None:
+    with suppress(termios.error):  # it was closed
+        termios.tcsetwinsize(2, termios.tcgetwinsize(terminal))
 
 
 def _copy(source: int, log: int) -> None:
@@ -80,4 +94,11 @@ def _copy(source: int, log: int) -> None:
         while data := os.read(source, 1 << 16):
             for place in (log, 2):
                 with suppress(OSError):  # a full disk, a closed terminal
-                    os.write(place, data)
+                    _write(place, data)
+
+
+def _write(place: int, data: bytes) -> None:
+    """All of it, though a terminal may take a part at a time."""
+    while data:
+        select.select([], [place], [])
+        data = data[os.write(place, data) :]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from math import isfinite, isnan
+from math import isfinite, isnan, nan
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -125,16 +126,11 @@ class TrainingRecord(Record):
 def best_step(history: Log, plan: Validation, *, first: int = 1) -> int | None:
     """The step of the best validation so far, the first of equal ones; None before the first.
 
-    A figure that is not a number is worse than any. first: 0 lets the untrained model be the best.
+    A figure that is not a number is none. first: 0 lets the untrained model be the best.
     """
     name, sign = (LOSS, 1) if plan.by == "loss" else (SCORE, -1)
-    found = [(int(each["step"]), sign * each[name]) for each in history if name in each and each["step"] >= first]
-    return min(found, key=lambda each: (isnan(each[1]), each[1]), default=(None,))[0]
-
-
-def has_diverged(history: Log) -> bool:
-    """Whether a logged loss is not a number, which weights do not come back from."""
-    return any(isnan(entry.get("loss", 0)) for entry in history)
+    found = [(int(each["step"]), sign * each.get(name, nan)) for each in history if each["step"] >= first]
+    return min((each for each in found if not isnan(each[1])), key=itemgetter(1), default=(None,))[0]
 
 
 def is_over(history: Log, plan: Validation | None) -> bool:

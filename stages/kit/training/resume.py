@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,7 +47,7 @@ from stages.kit.internals.trl_internals import metric_sums, set_metric_sums
 from stages.kit.models.load import local, whole
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import Checkpoints
-from stages.kit.training.records import Trace, best_step, has_diverged, is_over
+from stages.kit.training.records import Trace, best_step, is_over
 
 log = logging.getLogger(__name__)
 
@@ -70,16 +71,23 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
         trainer.add_callback(saving)
         trainer.train(resume_from_checkpoint=str(checkpoints.at(newest)) if newest else None)
     ended, history = trainer.state.global_step, trainer.state.log_history
-    stopped, diverged = is_over(history, trainer.plan.validation), has_diverged(history)
-    if saving.ended_by and not (stopped or diverged):
+    stopped = is_over(history, trainer.plan.validation)
+    if saving.ended_by and not stopped:
         log.info(
             "%s: stopped at step %d/%d, saved at step %d; run the same command to resume",
             *(signal.Signals(saving.ended_by).name, ended, num_steps, trainer.saved_step or 0),
         )
         raise SystemExit(128 + saving.ended_by)
-    if ended != num_steps and not (stopped or diverged):
+    if trainer.has_diverged:
+        log.warning("training diverged: the gradients of step %d/%d are not finite", ended, num_steps)
+        if trainer.best_step() is None:
+            raise UserError(
+                f"recipe {trainer.plan.recipe}: training diverged at step {ended}/{num_steps}; lower its "
+                "learning_rate, raise its warmup_ratio, or let it keep: best"
+            )
+    elif ended != num_steps and not stopped:
         raise UserError(f"training stopped at step {ended}/{num_steps}")
-    if stopped:
+    elif stopped:
         assert trainer.plan.validation is not None
         best = best_step(history, trainer.plan.validation, first=0)
         log.info(
@@ -87,11 +95,6 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
             *(ended, num_steps, trainer.plan.validation.patience, trainer.plan.validation.by, best or "0, untrained"),
         )
     trainer.keep_best()
-    if not all(whole(torch.isfinite(each).all()) for each in trainer.trained().values()):
-        raise UserError(
-            f"recipe {trainer.plan.recipe}: training diverged; its weights at step {trainer.kept_step}/{num_steps} are "
-            "not finite; lower its learning_rate, raise its warmup_ratio, or let it keep: best"
-        )
     return trainer.trace
 
 
@@ -127,7 +130,9 @@ class SaveInTime(TrainerCallback):
     on_save = on_train_begin
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step >= state.max_steps:
+        if self.trainer.has_diverged:
+            control.should_training_stop, control.should_evaluate = True, False
+        if state.global_step >= state.max_steps or self.trainer.has_diverged:
             return  # the training has ended, and its outputs are next
         minutes, steps = self.params.every_minutes, self.params.every_steps
         due = minutes is not None and time.monotonic() - self._since >= 60 * minutes
@@ -194,13 +199,21 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
             loss_bits, norm_bits = map(float.hex, torch.stack((loss, whole(grad_norm).to(loss))).tolist())
             self.trace.append((loss_bits, norm_bits))
 
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the last step's gradients are not finite, and its weights with them: fp16 skips such a step."""
+        if not self.trace or self.plan.precision == "fp16":
+            return False
+        _, grad_norm = self.trace[-1]
+        return not isfinite(float.fromhex(grad_norm))
+
     # Saving.
 
     def save_checkpoint(self) -> None:
         """Each process writes its part. A failure, as on a full disk, is a warning: the training goes on without it."""
         checkpoints, step, began = self.checkpoints, self.state.global_step, time.monotonic()
         assert checkpoints is not None
-        folder, first, best = checkpoints.partial(step), self.args.process_index == 0, self._best_step()
+        folder, first, best = checkpoints.partial(step), self.args.process_index == 0, self.best_step()
 
         def write() -> None:
             folder.mkdir(exist_ok=True)
@@ -232,12 +245,12 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
             log.warning("step %d could not be saved: %s", self.state.global_step, error)
         return self.max_over_ranks(int(failed)) == (0,)
 
-    def trained(self) -> dict[str, torch.nn.Parameter]:
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
 
     def _captured(self) -> dict[str, Any]:
         """The state of this process. Without sharding, weights and optimizer are the same in all of them."""
-        trained, scaler = self.trained(), self.accelerator.scaler
+        trained, scaler = self._trained(), self.accelerator.scaler
         state = {
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else None,
@@ -251,14 +264,14 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
             state |= {"weights": trained, "optimizer": self.optimizer.state_dict()}
         return state
 
-    def _best_step(self) -> int | None:
+    def best_step(self) -> int | None:
         """The step of the best validation so far, if the training leaves its weights."""
         validation = self.plan.validation
         return best_step(self.state.log_history, validation) if validation and validation.keep_best else None
 
     def keep_best(self) -> None:
         """At the end of a training: take the weights that it leaves from their checkpoint, if they are not the last."""
-        self.kept_step = self._best_step() or self.state.global_step
+        self.kept_step = self.best_step() or self.state.global_step
         if self.kept_step != self.state.global_step:
             assert self.checkpoints is not None
             self._load_weights(self.checkpoints.at(self.kept_step))
@@ -272,7 +285,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
         if "weights" not in found:
             first = load_state(checkpoint / _file_of(0))
             found |= {name: first[name] for name in ("weights", "optimizer")}
-        weights, trained = found.pop("weights"), self.trained()
+        weights, trained = found.pop("weights"), self._trained()
         assert trained.keys() == weights.keys(), trained.keys() ^ weights.keys()
         for name, parameter in trained.items():
             local(parameter.data).copy_(weights[name])

@@ -38,7 +38,7 @@ from stages.kit.models.prompts import Processor
 from stages.kit.planning.memory_use import GpuUse
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import FEATURES, IGNORED
-from stages.kit.training.records import LOSS, SCORE, best_step, has_diverged, is_over
+from stages.kit.training.records import LOSS, SCORE, best_step, is_over
 from stages.kit.training.resume import ResumableTrainer, random_state, set_random_state
 
 log = logging.getLogger(__name__)
@@ -161,13 +161,8 @@ class RecipeTrainer(ResumableTrainer):
         return metrics
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Trainer's, with the GPU's utilization and power for Weights & Biases; nothing more on a CPU.
-
-        A training that has diverged ends here, but not under fp16, which skips a step that overflows.
-        """
+        """Trainer's, with the GPU's utilization and power for Weights & Biases; nothing more on a CPU."""
         super().log({**logs, **self.gpu_use.latest()}, *args, **options)
-        if self.plan.precision != "fp16" and has_diverged(self.state.log_history):
-            self.control.should_training_stop, self.control.should_save = True, False
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Trainer's own visits every parameter in each micro-batch, for a figure that nothing shows."""
@@ -231,7 +226,8 @@ def training_arguments(plan: Plan, output_dir: str, **more: Any) -> SFTConfig:
         dataloader_num_workers=plan.dataloader_workers,
         dataloader_pin_memory=plan.on_gpu,
         ddp_find_unused_parameters=False,  # the start contract wants a gradient in all that is trained
-        logging_nan_inf_filter=False,  # which would wait for the GPU in each micro-batch
+        # Off, as it waits for the GPU in each micro-batch; under fp16 one overflow would make all later losses NaN.
+        logging_nan_inf_filter=plan.precision == "fp16",
         logging_steps=max(1, min(10, schedule.num_steps // 20)),
         save_strategy="no",
         disable_tqdm=True,  # progress_callback shows it
@@ -307,7 +303,10 @@ def check_gradients(model: nn.Module, plan: Plan) -> None:
             raise ContractBreach(plan, f"{part} is {state}, but {name} got {fault}")
         if gradient is not None:
             if not whole(torch.isfinite(gradient).all()):
-                raise ContractBreach(plan, f"the gradient of {name} ({part}) is not finite")
+                fault = f"the gradient of {name} ({part}) is not finite"
+                raise ContractBreach(
+                    plan, f"{fault}; a training that was resumed has diverged: lower its learning_rate"
+                )
             nonzero[part] = nonzero.get(part, False) or bool(whole(gradient.any()))
     for part in plan.parts.trained():
         if not nonzero.get(part):
@@ -359,7 +358,7 @@ def _overflowed(model: nn.Module) -> bool:
 class Rehearsal(TrainerCallback):
     """Sends the largest micro-batch forward and backward once, right after the optimizer's first step.
 
-    So a lack of memory shows in the first minute, not hours into the training. Before that step the optimizer has no
+    So a lack of memory shows in the first minutes, not hours into the training. Before that step the optimizer has no
     states. With accumulation the batch goes twice, as all micro-batches but a step's first find gradients already
     there. Trained weights stay the same, bit for bit. Under ddp and sharded each process sends the same samples.
     """

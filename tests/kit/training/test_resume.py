@@ -264,13 +264,35 @@ def test_it_stops_early_though_it_gets_better_if_the_untrained_model_was_best(
 def test_a_training_that_diverged_ends_and_leaves_no_weights_but_its_best(text_dir: Path, tmp_path: Path) -> None:
     rates = dict.fromkeys(FULL.schedule.learning_rates, 1e30)
     diverging = replace(FULL, schedule=replace(FULL.schedule, learning_rates=rates))
-    with pytest.raises(UserError, match="training diverged; its weights at step 3/4 are not finite"):
-        text_workplace(text_dir, tmp_path / "last").train(diverging)
+    last = text_workplace(text_dir, tmp_path / "last")
+    for message in ("training diverged at step 3/4", "a training that was resumed has diverged"):
+        with pytest.raises(UserError, match=message):
+            last.train(diverging)
+        assert last.steps == [1, 2]
     asked = {0: 0.5, 1: 0.5}  # the first step's rate is 0, as it warms up; then nothing can be scored
     validated = replace(diverging, validation=chosen(keep_best=True).validation)
     kept = text_workplace(text_dir, tmp_path / "best", asked).train(validated)
-    assert kept.curves["validation/score.tsv"].split()[2:] == ["0", "0.5", "1", "0.5", "2", "nan", "3", "nan"]
+    assert kept.curves["validation/score.tsv"].split()[2:] == ["0", "0.5", "1", "0.5", "2", "nan"]
     assert all(bool(tensor.isfinite().all()) for tensor in kept.weights.values())
+
+
+def test_fp16_skips_a_step_that_overflows_and_can_be_interrupted_after_it(text_dir: Path, tmp_path: Path) -> None:
+    def overflowing(plan: Plan) -> RecipeTrainer:
+        trainer = text_trainer(text_dir, plan)
+        loss = trainer.compute_loss
+
+        def compute_loss(*args: Any, **options: Any) -> torch.Tensor:
+            return loss(*args, **options) * (torch.nan if trainer.state.global_step == 1 else 1)
+
+        trainer.compute_loss = compute_loss  # type: ignore[method-assign]
+        return trainer
+
+    plan, workplace = replace(UNSEEN, precision="fp16"), Workplace(overflowing, tmp_path)
+    with pytest.raises(SystemExit):
+        workplace.train(plan, at=At(3, request_end))
+    resumed = workplace.train(plan)
+    assert [float.fromhex(grad_norm) > 0 for _, grad_norm in resumed.trace] == [True, False, True, True]
+    assert "nan" not in resumed.curves["train/loss.tsv"]
 
 
 def test_a_killed_training_with_images_and_dropout_on_weights_in_4_bits(build: Build, tmp_path: Path) -> None:
