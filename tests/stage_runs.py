@@ -1,5 +1,6 @@
 """Stages run in this process, as the pipeline runs them, in the working folder."""
 
+from contextlib import chdir
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,15 @@ def run(stage: str, name: str) -> Result:
 def done(stage: str, name: str) -> None:
     result = run(stage, name)
     assert result.exit_code == 0, result.output + str(result.exc_info)
+
+
+def made(folder: Path, raw: dict[str, Any], *stages: tuple[str, str]) -> Path:
+    """The folder, with these parameters and what these stages, (stage, name), make of them."""
+    with chdir(folder):
+        write_params(raw)
+        for stage, name in stages:
+            done(stage, name)
+    return folder
 
 
 def all_the_way(recipe: str) -> None:

@@ -11,7 +11,7 @@ from stages.core.families import FAMILIES
 from stages.kit.models.certificate import MergeCertificate
 from stages.kit.models.load import load_config
 from stages.kit.planning.plan import read_plan
-from tests.stage_runs import all_the_way, done, small_params, write_params
+from tests.stage_runs import all_the_way, done, made, small_params, write_params
 from tests.tiny_families import save_tiny_family
 
 pytestmark = pytest.mark.pipeline
@@ -36,13 +36,8 @@ def test_every_family_is_tried() -> None:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data for texts and for images."""
-    folder = tmp_path_factory.mktemp("prepared")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        write_params(small_params())
-        for name in ("nutrition-tables", "visempar"):
-            done("prepare", name)
-    return folder
+    stages = (("prepare", "nutrition-tables"), ("prepare", "visempar"))
+    return made(tmp_path_factory.mktemp("prepared"), small_params(), *stages)
 
 
 @pytest.mark.parametrize("name", TRIED)

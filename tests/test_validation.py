@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.stage_runs import done, small_params, write_params
+from tests.stage_runs import done, made, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
 
@@ -16,13 +16,7 @@ RECIPE = "r1-llm-only"
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace with a base and with 20 samples to train on, others to choose by, and 5 to report."""
-    workspace = tmp_path_factory.mktemp("prepared")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(workspace)
-        write_params(params())
-        done("base", "vlm")
-        done("prepare", "nutrition-tables")
-    return workspace
+    return made(tmp_path_factory.mktemp("prepared"), params(), ("base", "vlm"), ("prepare", "nutrition-tables"))
 
 
 def params(**recipe: Any) -> dict[str, Any]:
