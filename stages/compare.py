@@ -18,10 +18,10 @@ from rich.console import Console
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.tasks import load_task
-from stages.kit.reporting.compare import Comparison, compare, read_contenders, task_report
-from stages.kit.reporting.page import write_report
-from stages.kit.reporting.sections import comparison_table
-from stages.kit.reporting.tracking import track_comparison
+from stages.reporting.compare import Comparison, compare, read_contenders, task_report
+from stages.reporting.page import write_report
+from stages.reporting.sections import comparison_table
+from stages.reporting.tracking import track_comparison
 
 
 @click.command(help=__doc__)

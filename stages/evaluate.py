@@ -38,9 +38,9 @@ from stages.kit.models.certificate import certified_model
 from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import MemoryRecord, beside_measured
-from stages.kit.reporting.runs import FAILURE, cards_dir, write_card
-from stages.kit.reporting.tracking import track_evaluation
 from stages.kit.training.records import TrainingRecord
+from stages.reporting.runs import FAILURE, cards_dir, write_card
+from stages.reporting.tracking import track_evaluation
 
 log = logging.getLogger("stages")
 

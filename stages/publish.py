@@ -29,9 +29,9 @@ from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.folders import read_config, require_weights
-from stages.kit.publishing.card import Publication, evaluated_on, ingredients_of
-from stages.kit.publishing.folder import records_of, write_folder
-from stages.kit.reporting.compare import compare, read_contenders, task_report
+from stages.publishing.card import Publication, evaluated_on, ingredients_of
+from stages.publishing.folder import records_of, write_folder
+from stages.reporting.compare import compare, read_contenders, task_report
 
 DATA_DIR = Path("data")
 

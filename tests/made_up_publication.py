@@ -19,9 +19,9 @@ from stages.core.params import load_params
 from stages.core.params.schema import LimitParams
 from stages.core.provenance import records_dir
 from stages.kit.models.certificate import QuantizationCost
-from stages.kit.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, sign, signing_key, statement
-from stages.kit.reporting.runs import cards_dir, write_card
 from stages.publish import publish_run
+from stages.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, sign, signing_key, statement
+from stages.reporting.runs import cards_dir, write_card
 from tests import ROOT
 from tests.made_up_records import CERTIFICATE, PROVENANCE
 from tests.made_up_runs import made_up_ious, project_params, write_made_up_run

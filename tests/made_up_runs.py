@@ -21,7 +21,7 @@ from stages.core.provenance import records_dir
 from stages.kit.models.certificate import QuantizationCost
 from stages.kit.planning.memory_use import StageMemory, stage_memory_path
 from stages.kit.planning.plan import resolve_plan
-from stages.kit.reporting.runs import MODEL_LINEAGE_FILE
+from stages.reporting.runs import MODEL_LINEAGE_FILE
 from stages.tasks.detection.report import REPORT
 from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING
 

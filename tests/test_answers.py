@@ -10,7 +10,7 @@ import pytest
 
 from stages.core.params import load_params
 from stages.core.tasks import load_task
-from stages.kit.launcher.pipeline import Request
+from stages.launcher.pipeline import Request
 from stages.tasks.amr.samples import Record, read_split
 from tests.stage_runs import done, read_params, refused, small_params, write_params
 

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from stages.compare import compare_task
 from stages.core.errors import UserError
-from stages.kit.reporting.page import render_page
-from stages.kit.reporting.runs import cards_dir
-from stages.kit.reporting.sections import comparison_table
+from stages.reporting.page import render_page
+from stages.reporting.runs import cards_dir
+from stages.reporting.sections import comparison_table
 from stages.tasks.detection.report import REPORT
 from tests.made_up_runs import (
     made_up_ious,

@@ -15,14 +15,14 @@ HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "matp
 
 FAST = (
     "stages/core",
+    "stages/launcher",
+    "stages/publishing",
+    "stages/reporting",
     *(
         f"stages/kit/{name}"
         for name in (
             "planning",
             "data",
-            "launcher",
-            "publishing",
-            "reporting",
             "statistics",
             "mixture/certificate",
             "models/certificate",
@@ -73,7 +73,7 @@ def test_what_must_start_at_once_imports_nothing_heavy() -> None:
 
 def test_the_launcher_imports_little_beside_the_standard_library() -> None:
     """It is on the way of every stage: what checks params.yaml, looks at dvc's process, and nothing like numpy."""
-    code = "import sys, stages.kit.launcher.launch; print(*{name.partition('.')[0] for name in sys.modules})"
+    code = "import sys, stages.launcher.launch; print(*{name.partition('.')[0] for name in sys.modules})"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     installed = {name for name in result.stdout.split() if not name.startswith("_")} - sys.stdlib_module_names
     reads_params = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "ruamel"}

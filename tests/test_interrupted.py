@@ -23,13 +23,13 @@ import stages.merge
 import stages.train
 from stages.core.params import load_params
 from stages.kit.evaluation import answer
-from stages.kit.launcher import launch
-from stages.kit.launcher.launch import run_down_the_ladder
-from stages.kit.launcher.pipeline import Request
-from stages.kit.launcher.process import Ended
 from stages.kit.training.trainer import RecipeTrainer
+from stages.launcher import launch
+from stages.launcher.launch import run_down_the_ladder
+from stages.launcher.pipeline import Request
+from stages.launcher.process import Ended
 from tests import ROOT
-from tests.kit.launcher.small_checkout import request_of
+from tests.launcher.small_checkout import request_of
 from tests.stage_runs import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline

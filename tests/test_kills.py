@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.kit.launcher.pipeline import declared_stages
+from stages.launcher.pipeline import declared_stages
 from tests.workspaces import (
     Meanwhile,
     Workspace,

@@ -14,8 +14,8 @@ from dvc.repo import Repo
 from ruamel.yaml import YAML
 
 from stages.core.params import load_params
-from stages.kit.launcher.images import STAGE_TARGETS, image_inputs
-from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
+from stages.launcher.images import STAGE_TARGETS, image_inputs
+from stages.launcher.pipeline import DeclaredStage, declared_stages
 from tests import ROOT
 from tests.closure import has_code, import_closure, task_modules
 from tests.documents import write_yaml

@@ -1,4 +1,4 @@
-"""Publishing a run: what is written of it, and what is refused. tests/kit/publishing/ checks the folder."""
+"""Publishing a run: what is written of it, and what is refused. tests/publishing/ checks the folder."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from stages.core.params import load_params
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.folders import read_config
 from stages.kit.models.prompts import load_processor, rendered
-from stages.kit.publishing.card import write_card
-from stages.kit.publishing.signing import SIGNATURE_FILE
 from stages.publish import gather, main, publish_run
+from stages.publishing.card import write_card
+from stages.publishing.signing import SIGNATURE_FILE
 from stages.tasks.detection.report import REPORT
 from tests import ROOT
 from tests.damage import flip

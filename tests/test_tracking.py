@@ -17,10 +17,10 @@ from stages.core.errors import UserError
 from stages.core.lineage import read_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import TrackingParams
-from stages.kit.reporting.tables import Column, Row, Table
-from stages.kit.reporting.tracking import track_comparison
 from stages.kit.statistics import Interval
 from stages.kit.training.records import tracking_arguments
+from stages.reporting.tables import Column, Row, Table
+from stages.reporting.tracking import track_comparison
 from tests import ROOT
 from tests.stage_runs import done, small_params, write_params
 

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
 from tests import ROOT
-from tests.kit.launcher.small_checkout import Command
+from tests.launcher.small_checkout import Command
 from tools.verify.rerun import unequal_files
 
 RECIPE = "r1-llm-only"

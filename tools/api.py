@@ -47,8 +47,8 @@ from stages.core.params import load_params
 from stages.core.tasks import load_task
 
 if TYPE_CHECKING:
-    from stages.kit.reporting.compare import Comparison
-    from stages.kit.reporting.runs import Run
+    from stages.reporting.compare import Comparison
+    from stages.reporting.runs import Run
     from tools.plan import RecipeMemory
 
 __all__ = ["compare_runs", "predict_memory", "read_run", "table_text"]
@@ -75,15 +75,15 @@ def predict_memory(
 
 
 def read_run(name: str) -> Run:
-    """The last evaluation of a recipe or a baseline, with the fields of stages/kit/reporting/runs.py.
+    """The last evaluation of a recipe or a baseline, with the fields of stages/reporting/runs.py.
 
     `metrics` is metrics.json; `columns` has an array (samples,) for each score of a sample that its task compares by,
     in the order of `sample_ids`. `plan`, `training` and `certificate` describe its training and merge, and are None for
     a baseline; `curves` has the curves of its training by name.
     Raises UserError for an unknown name, if the model has not been evaluated, and if its files are damaged.
     """
-    from stages.kit.reporting.compare import read_task_run, task_report
-    from stages.kit.reporting.runs import evaluation_stage
+    from stages.reporting.compare import read_task_run, task_report
+    from stages.reporting.runs import evaluation_stage
 
     params = load_params()
     task = params.subject(name).task
@@ -102,7 +102,7 @@ def compare_runs(task: str) -> Comparison:
     and `insights` answers the task's questions.
     Raises UserError if nothing was run, or if the runs cannot be compared.
     """
-    from stages.kit.reporting.compare import compare, read_contenders, task_report
+    from stages.reporting.compare import compare, read_contenders, task_report
 
     params = load_params()
     report = task_report(load_task(task, "report"), params, task)
@@ -111,6 +111,6 @@ def compare_runs(task: str) -> Comparison:
 
 def table_text(comparison: Comparison) -> str:
     """The table of a comparison and what follows from it, as data/report/TASK/table.txt has them."""
-    from stages.kit.reporting.sections import comparison_table, comparison_text
+    from stages.reporting.sections import comparison_table, comparison_text
 
     return comparison_text(comparison, comparison_table(comparison)).strip() + "\n"

@@ -34,7 +34,7 @@ from stages.kit.planning.cards import named_card
 from stages.kit.planning.disk import DiskUse, disk_use
 from stages.kit.planning.ladder import settings
 from stages.kit.planning.prediction import MemoryRecord, gib_text, in_gib
-from stages.kit.reporting.tables import Column, Table, terminal_table
+from stages.reporting.tables import Column, Table, terminal_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -13,8 +13,8 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
 from stages.core.errors import UserError, listed
-from stages.kit.publishing.check import CARD_FILE, check_published
-from stages.kit.publishing.signing import SIGNATURE_FILE, UNSIGNED
+from stages.publishing.check import CARD_FILE, check_published
+from stages.publishing.signing import SIGNATURE_FILE, UNSIGNED
 
 
 @click.command(help=__doc__)

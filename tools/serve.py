@@ -23,7 +23,7 @@ from stages.core.records import rebuild
 from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate
 from stages.kit.evaluation.vllm.environment import WORKER, engine_options, installed
 from stages.kit.models.certificate import certified_model
-from stages.kit.reporting.runs import cards_dir, evaluation_stage
+from stages.reporting.runs import cards_dir, evaluation_stage
 
 log = logging.getLogger("stages")
 

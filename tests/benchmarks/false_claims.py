@@ -28,7 +28,8 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.kit.reporting.evidence import (
+from stages.kit.statistics import Floats, Statistic, corpus_f1, perplexity, sample_mean
+from stages.reporting.evidence import (
     LOOK_LEVELS,
     LOOKS,
     SHARE_OF_DIFFERENCES,
@@ -42,7 +43,6 @@ from stages.kit.reporting.evidence import (
     possible_sets,
     summarize,
 )
-from stages.kit.statistics import Floats, Statistic, corpus_f1, perplexity, sample_mean
 
 RECIPES = 6
 QUESTIONS = (*((recipe, 0) for recipe in range(1, RECIPES)), (1, 2), (1, 3), (2, 3), (3, 4), (4, 5))

@@ -20,7 +20,7 @@ from stages.core.environment import (
     pinned_instructions,
     stage_environment,
 )
-from stages.kit.launcher.process import STAGES
+from stages.launcher.process import STAGES
 from tests import ROOT
 
 SECRETS = {

@@ -18,9 +18,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.core.params import load_params
-from stages.kit.launcher.engines import CONTAINER_ENGINES
 from stages.kit.planning.plan import resolve_plan
-from tests.kit.launcher.small_checkout import commit, run, wait_until
+from stages.launcher.engines import CONTAINER_ENGINES
+from tests.launcher.small_checkout import commit, run, wait_until
 from tests.workspaces import clone_checkout
 
 ENGINE = os.environ.get("ENGINE") or next(filter(shutil.which, CONTAINER_ENGINES), "docker")
@@ -46,7 +46,7 @@ def is_first_process(process: psutil.Process, below: Path) -> bool:
     """Whether it is the first process of a container whose workspace lies below a folder."""
     with suppress(psutil.Error, OSError):
         mounted = Path(f"/proc/{process.pid}/mountinfo").read_text(encoding="utf-8")
-        return process.cmdline()[1:3] == ["-m", "stages.kit.launcher.inside"] and f" {below}" in mounted
+        return process.cmdline()[1:3] == ["-m", "stages.launcher.inside"] and f" {below}" in mounted
     return False
 
 

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from tests import ROOT
 from tests.documents import write_yaml
-from tests.kit.launcher.small_checkout import CALLER, Command, commit, run, small_checkout, wait_until
+from tests.launcher.small_checkout import CALLER, Command, commit, run, small_checkout, wait_until
 
 NEEDS_SLURM = [
     pytest.mark.engine,

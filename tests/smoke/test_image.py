@@ -9,9 +9,9 @@ import tarfile
 import pytest
 from packaging.utils import canonicalize_name
 
-from stages.kit.launcher.apptainer import SEAL, ApptainerEngine
-from stages.kit.launcher.docker import ContainerEngine
-from stages.kit.launcher.images import cpu_torch
+from stages.launcher.apptainer import SEAL, ApptainerEngine
+from stages.launcher.docker import ContainerEngine
+from stages.launcher.images import cpu_torch
 from tests import ROOT
 from tests.smoke.conftest import ENGINE, client
 from tools.image.wheelhouse import WheelPlatform, read_lock

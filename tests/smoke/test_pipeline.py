@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from stages.core.provenance import read_provenance
-from stages.kit.launcher.pipeline import declared_stages
-from stages.kit.publishing.check import check_published
-from tests.kit.launcher.small_checkout import commit, run
+from stages.launcher.pipeline import declared_stages
+from stages.publishing.check import check_published
+from tests.launcher.small_checkout import commit, run
 from tests.smoke.conftest import ENGINE, copy_of_checkout, dvc
 
 # The whole pipeline is run by the first test that looks at it.

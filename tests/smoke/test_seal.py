@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from stages.core.signals import ENDING
-from tests.kit.launcher.small_checkout import Command, wait_until
+from tests.launcher.small_checkout import Command, wait_until
 from tests.smoke.conftest import COMMAND, ENGINE, SECRETS, containers, environment, train
 
 pytestmark = pytest.mark.engine
@@ -124,7 +124,7 @@ def test_forbidden_attempt_fails(outcomes: dict[str, str | None], attempt: str, 
 
 
 def test_undeclared_output_is_refused(playground: Path) -> None:
-    """Links and special files among outputs: tests/kit/launcher/test_container.py."""
+    """Links and special files among outputs: tests/launcher/test_container.py."""
     result = train(playground, "open('data/runs/r1-llm-only/notes', 'w')")
     assert (result.returncode, "which dvc.yaml does not declare" in result.stderr) == (1, True), result.stderr
     assert not (playground / "data/runs/r1-llm-only/notes").exists()

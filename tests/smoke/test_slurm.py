@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.launcher.gpus import Gpu
-from tests.kit.launcher.small_checkout import notes, run, set_gpus, wait_until
+from stages.launcher.gpus import Gpu
+from tests.launcher.small_checkout import notes, run, set_gpus, wait_until
 from tests.smoke.slurm_jobs import (
     ENVIRONMENT,
     NEEDS_SLURM,

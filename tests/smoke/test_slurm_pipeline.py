@@ -12,9 +12,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.core.lineage import folder_digest
-from stages.kit.launcher.pipeline import declared_stages
+from stages.launcher.pipeline import declared_stages
 from tests.documents import write_yaml
-from tests.kit.launcher.small_checkout import commit, run, wait_until
+from tests.launcher.small_checkout import commit, run, wait_until
 from tests.smoke.slurm_jobs import ENVIRONMENT, NEEDS_SLURM, jobs, let_end, make_workspace, repro
 from tests.workspaces import (
     CHAIN,

@@ -6,7 +6,7 @@ import pytest
 
 from stages.core.params import load_params
 from stages.core.tasks import load_task
-from stages.kit.reporting.compare import task_report
+from stages.reporting.compare import task_report
 from tests import ROOT
 from tests.tasks.test_damaged_sources import CORPORA
 from tests.tasks.test_prepared import RECORDS

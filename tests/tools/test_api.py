@@ -13,8 +13,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.core.params import load_params
-from stages.kit.reporting.runs import cards_dir
-from stages.kit.reporting.sections import comparison_table
+from stages.reporting.runs import cards_dir
+from stages.reporting.sections import comparison_table
 from tests import ROOT
 from tests.documents import write_yaml
 from tests.made_up_runs import made_up_ious, write_made_up_run

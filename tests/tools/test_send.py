@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import ModelCard
 
-from stages.kit.publishing.check import CARD_FILE
+from stages.publishing.check import CARD_FILE
 from tests.damage import flip
 from tests.made_up_publication import made_up_publication, sign_again
 from tools import send

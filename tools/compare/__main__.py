@@ -33,7 +33,7 @@ from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.tasks import load_task
-from stages.kit.reporting.compare import (
+from stages.reporting.compare import (
     Comparison,
     TaskReport,
     compare,
@@ -42,10 +42,10 @@ from stages.kit.reporting.compare import (
     read_task_run,
     task_report,
 )
-from stages.kit.reporting.evidence import LOOKS, Score, score
-from stages.kit.reporting.page import write_report
-from stages.kit.reporting.runs import Run, different_models, refuse_different_samples
-from stages.kit.reporting.tables import Column, Row, Table, terminal_table
+from stages.reporting.evidence import LOOKS, Score, score
+from stages.reporting.page import write_report
+from stages.reporting.runs import Run, different_models, refuse_different_samples
+from stages.reporting.tables import Column, Row, Table, terminal_table
 from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words
 from tools.compare.race import cost_words, dvc, has_workers, queue, runs_by_seed, standing
 

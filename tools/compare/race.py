@@ -20,10 +20,10 @@ from rich.text import Text
 
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
-from stages.kit.reporting.compare import TaskReport, evidence_of, read_task_run
-from stages.kit.reporting.evidence import LOOK_LEVELS, LOOKS, Race, summarize
-from stages.kit.reporting.runs import Run, different_models, refuse_different_samples
-from stages.kit.reporting.tables import seconds_text
+from stages.reporting.compare import TaskReport, evidence_of, read_task_run
+from stages.reporting.evidence import LOOK_LEVELS, LOOKS, Race, summarize
+from stages.reporting.runs import Run, different_models, refuse_different_samples
+from stages.reporting.tables import seconds_text
 from tools.compare.experiments import Experiment
 
 BySeed = Mapping[str, Mapping[int, Run]]

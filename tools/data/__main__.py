@@ -32,7 +32,7 @@ from stages.core.params.schema import DataParams, DatasetParams, Params
 from stages.core.records import cut, nearest, publish_text
 from stages.core.tasks import load_task
 from stages.kit.data.prepared import prepare
-from stages.kit.reporting.page import inline_image
+from stages.reporting.page import inline_image
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.scoring.drawing import TRUTH_COLOUR, draw_boxes
 from stages.tasks.detection.sources.rows import DataForm, Reader

@@ -38,9 +38,9 @@ from stages.core.environment import installed_packages, stage_environment
 from stages.core.errors import OUT_OF_MEMORY, UserError, configure_logging
 from stages.core.records import publish_text
 from stages.core.signals import end_with_parent
-from stages.kit.launcher.gpus import leased_gpus, read_gpus
-from stages.kit.launcher.process import cuda_of_torch, triton_dir
 from stages.kit.memory.calibration import SHIPPED_PATH, load_calibration
+from stages.launcher.gpus import leased_gpus, read_gpus
+from stages.launcher.process import cuda_of_torch, triton_dir
 from tools.gpu.page import comparisons, constants, data, page, recalibrated
 
 log = logging.getLogger("stages")

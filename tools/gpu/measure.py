@@ -43,7 +43,6 @@ from stages.core.params.schema import DeviceParams
 from stages.core.signals import end_with_parent
 from stages.kit.evaluation.answer import answered_tokens
 from stages.kit.internals.torch_internals import chosen_attention, cpu_peak
-from stages.kit.launcher.gpus import driver_version
 from stages.kit.memory.predict import MemoryPredictor, predict_generation
 from stages.kit.memory.stand_in import quantize_nf4, stand_in_batch, stand_in_processor
 from stages.kit.memory.step import Inference, from_features, one_batch_trainer
@@ -59,6 +58,7 @@ from stages.kit.training.batches import FEATURES, packed
 from stages.kit.training.kernels import compiler_problem, prepare_kernels, refuse_wrong_kernels
 from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer, lasting_tensors
+from stages.launcher.gpus import driver_version
 from tools.gpu.bench import compare_speed
 from tools.gpu.page import AMOUNTS
 from tools.plan import available_inputs, config_of_base

@@ -12,7 +12,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from stages.core.errors import bytes_text
-from stages.kit.reporting.tables import Cell, Column, Table, escape_markdown, markdown
+from stages.reporting.tables import Cell, Column, Table, escape_markdown, markdown
 
 AMOUNTS = ("allocated", "reserved", "total")
 MARGIN, FLOOR = 0.01, 0.02

@@ -21,11 +21,11 @@ import click
 
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest
-from stages.kit.launcher import images
-from stages.kit.launcher.apptainer import IMAGES_DIR, digest_path, sif_path
-from stages.kit.launcher.docker import Client, ContainerEngine
-from stages.kit.launcher.engines import CONTAINER_ENGINES
-from stages.kit.launcher.images import SOURCE_DATE_EPOCH
+from stages.launcher import images
+from stages.launcher.apptainer import IMAGES_DIR, digest_path, sif_path
+from stages.launcher.docker import Client, ContainerEngine
+from stages.launcher.engines import CONTAINER_ENGINES
+from stages.launcher.images import SOURCE_DATE_EPOCH
 from tools.image.wheelhouse import WheelPlatform, make_wheelhouse, wheelhouse_digest
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[2]

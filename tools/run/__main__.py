@@ -33,11 +33,11 @@ from stages.core.locks import hold
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.signals import end_with_parent
-from stages.kit.launcher.gpus import leasable, read_gpus
-from stages.kit.launcher.logs import LOGS_DIR, log_path
-from stages.kit.launcher.pipeline import gpus_wanted
-from stages.kit.launcher.process import forwarded_signals
-from stages.kit.launcher.slurm import runs_in_slurm
+from stages.launcher.gpus import leasable, read_gpus
+from stages.launcher.logs import LOGS_DIR, log_path
+from stages.launcher.pipeline import gpus_wanted
+from stages.launcher.process import forwarded_signals
+from stages.launcher.slurm import runs_in_slurm
 
 LOCK_PATH = Path(".bakeoff/run.lock")
 POLL_S = 0.05

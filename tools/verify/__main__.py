@@ -41,9 +41,9 @@ from stages.core.lineage import (
 )
 from stages.core.provenance import PROVENANCE_DIR, read_provenance
 from stages.core.records import read_plain, rebuild
-from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.mixture.certificate import BuildCertificate
 from stages.kit.models.certificate import MergeCertificate
+from stages.launcher.pipeline import DeclaredStage, declared_stages
 from tools.verify.rerun import rerun
 
 DATA_DIR = Path("data")
@@ -286,7 +286,7 @@ def _digest(path: str, lineages: Mapping[Path, Lineage]) -> str | None:
 def report_published(folder: Path, key: Path | None) -> int:
     """Check a published folder, and print how it was made and what of it is established. Returns the exit code: 1 for a
     folder that does not agree with itself, UNKNOWN_KEY for one that anybody could have signed."""
-    from stages.kit.publishing.check import check_published  # imports the families of models
+    from stages.publishing.check import check_published  # imports the families of models
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
@@ -322,7 +322,7 @@ def report_published(folder: Path, key: Path | None) -> int:
 
 def _named_key(key: Path | None, folder: Path) -> dict[str, str]:
     """In words, by its fingerprint: the key that a person named, or else the one that this workspace signs with."""
-    from stages.kit.publishing.signing import fingerprint  # imports cryptography
+    from stages.publishing.signing import fingerprint  # imports cryptography
 
     own = Path(".bakeoff/signing/key.pem")
     if key is None:

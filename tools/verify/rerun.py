@@ -24,10 +24,10 @@ from stages.core.params import load_params
 from stages.core.provenance import Provenance, read_provenance
 from stages.core.records import nearest
 from stages.core.signals import handling
-from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, source_of
-from stages.kit.launcher.process import forwarded_signals
-from stages.kit.launcher.record import SEEN_BY_STAGES
 from stages.kit.planning.memory_use import StageMemory
+from stages.launcher.pipeline import DeclaredStage, declared_stages, source_of
+from stages.launcher.process import forwarded_signals
+from stages.launcher.record import SEEN_BY_STAGES
 
 _STAGE_MEMORY = tuple(each.name for each in fields(StageMemory) if each.name.endswith("_bytes"))
 MEASURED = {
@@ -179,7 +179,7 @@ def _launch(folder: Path, stage: DeclaredStage) -> int:
     environment = {name: value for name, value in os.environ.items() if name not in _MISLEADING}
     # The launcher ends with this process, as it does with dvc.
     environment |= {"DVC_STAGE": stage.name, "BAKEOFF_CALLER": str(os.getpid())}
-    command = [sys.executable, "-m", "stages.kit.launcher.launch", *stage.command.split()[1:]]
+    command = [sys.executable, "-m", "stages.launcher.launch", *stage.command.split()[1:]]
     with forwarded_signals() as signals:
         # In a process group of its own: a Ctrl-C reaches it once, from here.
         process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, process_group=0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stages.kit.reporting.compare import Metric, Question, TaskReport
 from stages.kit.statistics import corpus_f1
+from stages.reporting.compare import Metric, Question, TaskReport
 
 REPORT = TaskReport(
     task="amr",

@@ -8,8 +8,8 @@ from dataclasses import replace
 from stages.core.errors import UserError
 from stages.core.params.schema import DatasetParams
 from stages.kit.data.texts import TEXT_METRICS, TextMetric
-from stages.kit.reporting.compare import Metric, Question, TaskReport
 from stages.kit.statistics import perplexity
+from stages.reporting.compare import Metric, Question, TaskReport
 
 
 def _share(key: str, heading: str, number_format: str, meaning: str) -> Metric:

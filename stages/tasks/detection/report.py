@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.kit.reporting.compare import Metric, Question, TaskReport
+from stages.reporting.compare import Metric, Question, TaskReport
 
 REPORT = TaskReport(
     task="detection",

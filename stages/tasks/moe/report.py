@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stages.kit.reporting.compare import Metric, Question, TaskReport
 from stages.kit.statistics import perplexity
+from stages.reporting.compare import Metric, Question, TaskReport
 
 
 def _figure(key: str, heading: str, number_format: str, meaning: str, *, among: str | None = None) -> Metric:

@@ -9,11 +9,11 @@ from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.score import write_examples
 from stages.kit.mixture.certificate import Routing
-from stages.kit.reporting.compare import Contender, compare, score_contender
-from stages.kit.reporting.page import render_page
-from stages.kit.reporting.runs import read_run, refuse_different_samples
-from stages.kit.reporting.sections import comparison_table, comparison_text
 from stages.kit.statistics import UNAVAILABLE
+from stages.reporting.compare import Contender, compare, score_contender
+from stages.reporting.page import render_page
+from stages.reporting.runs import read_run, refuse_different_samples
+from stages.reporting.sections import comparison_table, comparison_text
 from stages.tasks.moe import scoring
 from stages.tasks.moe.report import REPORT
 from stages.tasks.moe.samples import Record

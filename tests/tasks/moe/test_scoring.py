@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from stages.kit.data.parquet import read_rows, write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.score import rouge
-from stages.kit.launcher.pipeline import declared_stages
 from stages.kit.mixture.certificate import Routing
+from stages.launcher.pipeline import declared_stages
 from stages.tasks.moe.samples import Record
 from stages.tasks.moe.scoring import (
     BLEURT_DIR,

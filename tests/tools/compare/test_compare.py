@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from stages.core.errors import UserError
 from stages.core.provenance import records_dir
-from stages.kit.reporting.runs import cards_dir, evaluation_stage
+from stages.reporting.runs import cards_dir, evaluation_stage
 from tests import ROOT
 from tests.made_up_records import PROVENANCE
 from tests.made_up_runs import (

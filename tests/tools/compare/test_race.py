@@ -21,14 +21,14 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
-from stages.kit.reporting.evidence import LOOKS
-from stages.kit.reporting.runs import Run
+from stages.reporting.evidence import LOOKS
+from stages.reporting.runs import Run
 from tests import ROOT
 from tests.documents import write_yaml
-from tests.kit.launcher.small_checkout import CALLER, commit
-from tests.kit.launcher.small_checkout import run as run_in
-from tests.kit.reporting.test_compare import REPORT, run_of, scores_around
+from tests.launcher.small_checkout import CALLER, commit
+from tests.launcher.small_checkout import run as run_in
 from tests.made_up_runs import PARAMS_PATH, project_params
+from tests.reporting.test_compare import REPORT, run_of, scores_around
 from tools.compare import __main__ as command
 from tools.compare.experiments import fetch, named_revisions
 from tools.compare.race import cost_words, racing_recipes, standing
@@ -99,7 +99,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from stages.kit.reporting.runs import cards_dir
+from stages.reporting.runs import cards_dir
 from tests.made_up_runs import made_up_ious, project_params, write_made_up_record, write_made_up_run
 name = sys.argv[1]
 params, trained = project_params(), name != "base-vlm"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from stages.kit.launcher.apptainer import digest_path, sif_path
-from stages.kit.launcher.engines import CONTAINER_ENGINES
-from stages.kit.launcher.images import PINS_VARIABLE, image_reference, read_base
+from stages.launcher.apptainer import digest_path, sif_path
+from stages.launcher.engines import CONTAINER_ENGINES
+from stages.launcher.images import PINS_VARIABLE, image_reference, read_base
 from tests import ROOT
 from tools.image import __main__ as build
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
-from tests.kit.launcher.small_checkout import CALLER, copy_code, small_checkout
+from tests.launcher.small_checkout import CALLER, copy_code, small_checkout
 from tests.workspaces import Ended, Workspace, copy_folder, require_clean_end
 
 pytestmark = pytest.mark.pipeline

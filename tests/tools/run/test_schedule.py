@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.core.params import load_params
-from stages.kit.launcher.gpus import Gpu
+from stages.launcher.gpus import Gpu
 from tests import ROOT
 from tools.run.__main__ import SideBySide, Step, num_gpus
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from stages.core.environment import NUMERIC_PREFIXES
 from tests import ROOT
-from tests.kit.launcher.small_checkout import run, small_checkout
+from tests.launcher.small_checkout import run, small_checkout
 from tools.verify.__main__ import main
 
 NAME = "train@r1-llm-only"

@@ -1,0 +1,258 @@
+"""The model card: how good a published model is, where it comes from, and how to use and to check it.
+
+Every figure is one of the task's comparison, from the same files as its report. Nothing is in the card that these, the
+lineage, the plan and the records do not say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from stages.core.families import PROMPT_OPTIONS
+from stages.core.lineage import Lineage, lineage_lines, short
+from stages.core.params.schema import Params
+from stages.core.provenance import Provenance
+from stages.kit.data.conversation import Conversation
+from stages.kit.data.prepared import read_origin
+from stages.publishing.check import CARD_FILE, pipeline_tag
+from stages.reporting.compare import Comparison, Contender
+from stages.reporting.runs import EXAMPLE_KINDS, EXAMPLES_DIR, Run
+from stages.reporting.sections import (
+    MEMORY_OF_STAGES,
+    QUANTIZATION_COST,
+    comparison_table,
+    cost_table,
+    design_words,
+    memory_table,
+    origin_warnings,
+    plan_settings,
+    quantization_table,
+    trainable_table,
+)
+from stages.reporting.tables import Column, Table, escape_markdown, markdown
+
+TEMPLATE = Path(__file__).with_name("card.md")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ingredient:
+    """A base or a dataset that a model was made from."""
+
+    name: str
+    kind: str
+    """base or data."""
+    source: str
+    """`hub:OWNER/NAME@COMMIT` or `folder:PATH`."""
+    licence: str | None
+    """From params.yaml; None if it has none."""
+
+    @property
+    def hub(self) -> tuple[str, str] | None:
+        """(repository, revision) on the hub; None for another source."""
+        kind, _, where = self.source.partition(":")
+        name, _, revision = where.partition("@")
+        return (name, revision) if kind == "hub" else None
+
+    @property
+    def words(self) -> str:
+        return f"{self.hub[0]} at {short(self.hub[1])} on the hub" if self.hub else self.source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """A run to be published, with its comparison, ingredients and records."""
+
+    comparison: Comparison
+    contender: Contender
+    """The run among those that it is compared with."""
+    model: Lineage
+    ingredients: tuple[Ingredient, ...]
+    """Bases and data of the model and of all that it was made from."""
+    evaluated_on: tuple[Ingredient, ...]
+    config: Mapping[str, Any]
+    """config.json of the model."""
+    question: Conversation
+    """The first validation sample with an image, or else the first, as a prompt."""
+    adapter: str | None
+    """Folder of the adapter below the published one; None for a model that was trained in full."""
+    records: tuple[Provenance, ...]
+    """Records of the stages that made it, in the order in which they ended."""
+
+    @property
+    def run(self) -> Run:
+        assert self.contender.run is not None
+        return self.contender.run
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Length limit of the completions that were scored."""
+        assert self.run.plan is not None
+        settings = self.record("evaluate").params[f"profiles.{self.run.plan.profile}.evaluation"]
+        return int(settings["max_new_tokens"])
+
+    @property
+    def licence(self) -> str | None:
+        """The licence of all its bases; None if one is not known, or they differ."""
+        found = {each.licence for each in self.ingredients if each.kind == "base"}
+        return next(iter(found)) if len(found) == 1 else None
+
+    def record(self, stage: str) -> Provenance:
+        """The run's own record of a stage, e.g. train."""
+        return next(record for record in self.records if record.stage == f"{stage}@{self.run.name}")
+
+
+def write_card(publication: Publication, folder: Path) -> None:
+    """Write README.md, which shows the examples that the folder has."""
+    comparison, run = publication.comparison, publication.run
+    examples = {
+        kind: [path.name for path in paths if (folder / EXAMPLES_DIR / path.name).is_file()]
+        for kind, paths in run.examples.items()
+        if kind in EXAMPLE_KINDS
+    }
+    assert run.plan is not None
+    own_insights = [each for each in comparison.insights if run.name in (each.ours, each.theirs)]
+    quantization = quantization_table([run], comparison.report.primary)
+    card = ModelCard.from_template(
+        _metadata(publication),
+        template_path=str(TEMPLATE),
+        publication=publication,
+        run=run,
+        report=comparison.report,
+        words=escape_markdown,
+        headline=comparison.headline,
+        table=markdown(comparison_table(comparison)),
+        insights=[f"{each.topic}: {each.words}" for each in own_insights],
+        design=[*design_words(comparison), *origin_warnings(comparison.all_runs)],
+        meanings=[(metric.heading, metric.meaning) for metric in comparison.report.metrics],
+        examples={kind: names for kind, names in examples.items() if names},
+        settings=_markdown(("Setting", "Value"), plan_settings(run.plan).items()),
+        trained=markdown(trainable_table([run])),
+        ingredients=_markdown(
+            ("Kind", "Name", "From", "Licence"),
+            [(each.kind, each.name, each.words, each.licence or "not known") for each in publication.ingredients],
+        ),
+        lineage="\n".join(lineage_lines(publication.model)),
+        cost=markdown(cost_table([run])),
+        memory=markdown(memory_table([run])),
+        memory_lead=MEMORY_OF_STAGES,
+        quantization=markdown(quantization) if quantization.rows else "",
+        quantization_lead=QUANTIZATION_COST,
+        messages=json.dumps(_template_messages(publication.question), ensure_ascii=False, indent=4),
+        prompt_options=_prompt_options(folder),
+        max_new_tokens=publication.max_new_tokens,
+        full_weights=next((path.relative_to(folder).as_posix() for path in folder.glob("trained/*.safetensors")), None),
+        names=json.dumps([f"image-{number}.jpg" for number, _ in enumerate(publication.question.images, start=1)]),
+        model_class=(publication.config.get("architectures") or ["AutoModel"])[0],
+    )
+    card.save(folder / CARD_FILE)
+
+
+def ingredients_of(
+    model: Lineage, trained_on: Iterable[str], prepared_dir: Path, params: Params
+) -> tuple[Ingredient, ...]:
+    """Every base at an end of the model's lineage, and every dataset that it, or what it was made from, was trained on.
+
+    trained_on: names of datasets. prepared_dir: of the one that the model was evaluated on; its sources are the
+    resolved ones, those of others are taken from params.yaml.
+    """
+    found = {("base", root.name): _source_text(root) for root in model.tree() if not root.parents}
+    for name in trained_on:
+        if name == prepared_dir.name:
+            found |= {("data", part): source for part, source in _resolved(prepared_dir, trained=True).items()}
+        else:
+            dataset = params.dataset(name)
+            mixed = [part for part, samples in (dataset.mix or {}).items() if samples != 0]
+            for part in mixed or [name]:
+                found.setdefault(("data", part), params.dataset(part).source)
+    return tuple(_ingredient(kind, name, source, params) for (kind, name), source in found.items())
+
+
+def evaluated_on(prepared_dir: Path, params: Params) -> tuple[Ingredient, ...]:
+    """The dataset, or those that it is a mix of: it validates on all of them."""
+    return tuple(_ingredient("data", *each, params) for each in _resolved(prepared_dir, trained=False).items())
+
+
+def _source_text(root: Lineage) -> str:
+    if "hub" in root.source:
+        return f"hub:{root.source['hub']}@{root.source['revision']}"
+    return f"folder:{root.source['folder']}"
+
+
+def _ingredient(kind: str, name: str, source: str, params: Params) -> Ingredient:
+    # params.yaml gives licences to sources without their revision.
+    return Ingredient(
+        name=name, kind=kind, source=source, licence=params.license_of(source.rpartition("@")[0] or source)
+    )
+
+
+def _resolved(prepared_dir: Path, *, trained: bool) -> dict[str, str]:
+    """The source of a dataset by its name, or of those that it is a mix of. trained: only those that it trains on."""
+    origin = read_origin(prepared_dir)
+    parts = {name: part.source for name, part in origin.parts.items() if part.asked != 0 or not trained}
+    return parts or {prepared_dir.name: origin.source}
+
+
+def _metadata(publication: Publication) -> ModelCardData:
+    report, run = publication.comparison.report, publication.run
+    hub: dict[str, list[str]] = {"base": [], "data": []}
+    for each in publication.ingredients:
+        hub[each.kind] += [each.hub[0]] if each.hub else []
+    data, tag = publication.evaluated_on, pipeline_tag(publication.config)
+    figures = [(metric, publication.contender.figure(metric.key)) for metric in report.metrics]
+    assert run.plan is not None
+    # A single dataset of the hub has its place there, all others the name here.
+    known = data[0].hub if len(data) == 1 else None
+    return ModelCardData(
+        license=publication.licence,
+        base_model=hub["base"] or None,
+        datasets=hub["data"] or None,
+        library_name="transformers",
+        pipeline_tag=tag,
+        tags=["bakeoff", report.task],
+        model_name=run.name,
+        eval_results=[
+            EvalResult(
+                task_type=tag,
+                task_name=report.title,
+                dataset_type=known[0] if known else data[0].source.rpartition("@")[0] or data[0].source,
+                dataset_name=Path(run.plan.data_dir).name,  # which a check of the card compares with the plan
+                dataset_revision=known[1] if known else None,
+                dataset_split=str(run.metrics.get("split", "val")),
+                metric_type=metric.key,
+                metric_name=metric.heading,
+                metric_value=value,
+            )
+            for metric, value in figures
+            if isinstance(value, int | float)
+        ],
+    )
+
+
+def _markdown(headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
+    columns = tuple(Column(heading, heading) for heading in headings)
+    return markdown(Table.of(columns, rows))
+
+
+def _prompt_options(folder: Path) -> str:
+    """The prompt options that the model's chat template knows, as arguments of apply_chat_template."""
+    path = folder / "chat_template.jinja"
+    template = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return "".join(f", {name}={value!r}" for name, value in PROMPT_OPTIONS.items() if name in template)
+
+
+def _template_messages(question: Conversation) -> list[dict[str, Any]]:
+    """The messages for a chat template: without the kit's own keys, and without images each content as one text, since
+    the templates of text models know no parts."""
+
+    def plain(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        if not question.images:
+            return "".join(part["text"] for part in parts)
+        return [{key: value for key, value in part.items() if key != "shortenable"} for part in parts]
+
+    return [{**message, "content": plain(message["content"])} for message in question.messages]

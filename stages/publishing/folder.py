@@ -1,0 +1,81 @@
+"""A published folder: the run's files, its card, and the proof of both."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from stages.core.errors import UserError, bytes_text, listed, pluralize
+from stages.core.lineage import LINEAGE_FILE, Lineage, digested_files, file_digests
+from stages.core.provenance import Provenance, read_provenance
+from stages.core.records import publish_text, published
+from stages.publishing.card import Publication, write_card
+from stages.publishing.check import (
+    CARD_FILE,
+    CERTIFICATE,
+    LINEAGE,
+    MAKERS,
+    METRICS,
+    PLAN,
+    TRAINED_DIR,
+    check_published,
+)
+from stages.publishing.signing import STATEMENT_FILE, sign, signing_key, statement
+from stages.reporting.runs import EXAMPLES_DIR
+
+log = logging.getLogger("stages")
+
+
+def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *, key_dir: Path) -> None:
+    """Copy a run's model and evidence, and write its card, statement and signature.
+
+    Raises UserError if the files and the records of the run do not agree.
+    """
+    run, merged_dir = publication.run.name, run_dir / "merged"
+    copies = {
+        **{path: path.name for path in digested_files(merged_dir)},
+        **(_below(run_dir / TRAINED_DIR, TRAINED_DIR) if publication.adapter else {}),
+        **_below(run_dir / EXAMPLES_DIR, EXAMPLES_DIR),
+        **{run_dir / Path(name).name: name for name in (CERTIFICATE, PLAN, METRICS)},
+        merged_dir / LINEAGE_FILE: LINEAGE,
+    }
+    with published(published_dir) as folder:
+        for source, name in copies.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, folder / name)
+        write_card(publication, folder)
+        digests = file_digests(folder / name for name in (*copies.values(), CARD_FILE))
+        files = {path.relative_to(folder).as_posix(): found for path, found in digests.items()}
+        content = statement(files, [asdict(record) for record in publication.records])
+        publish_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", folder / STATEMENT_FILE)
+        sign(folder, signing_key(key_dir))
+        checked = check_published(folder)
+        if checked.problems:
+            raise UserError(
+                f"{run} cannot be published, as its files and records do not agree:\n{listed(checked.problems)}\n"
+                f"run dvc repro evaluate@{run}; if nothing is out of date there, make verify says what to run again"
+            )
+    sizes = [path.stat().st_size for path in published_dir.rglob("*") if path.is_file()]
+    size = f"{pluralize(len(sizes), 'file')}, {bytes_text(sum(sizes))}"
+    log.info("%s: %s, signed by the key %s", published_dir, size, checked.key)
+    if publication.licence is None:
+        log.warning(
+            "the licence of what %s was made from is not known, or its bases have several: write it into `licenses` of "
+            "params.yaml and publish again before you send it (%s names each source)",
+            *(run, published_dir / CARD_FILE),
+        )
+
+
+def records_of(model: Lineage, evaluation: str, records_dir: Path) -> tuple[Provenance, ...]:
+    """The records of all stages that trained and merged what the model comes from, and of its evaluation."""
+    made = [f"{MAKERS[each.kind]}@{each.name}" for each in model.tree() if each.kind in MAKERS]
+    records = [read_provenance(records_dir / f"{stage}.json") for stage in dict.fromkeys((*made, evaluation))]
+    return tuple(sorted(records, key=lambda record: record.ended))
+
+
+def _below(folder: Path, name: str) -> dict[Path, str]:
+    """The files below a folder, each with its path in the published folder."""
+    return {path: f"{name}/{path.relative_to(folder).as_posix()}" for path in digested_files(folder)}

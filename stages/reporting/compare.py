@@ -1,0 +1,546 @@
+"""Compare the models of a task, or its recipes over seeds: which is best, by how much, and is the evidence enough?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from stages.core.errors import UserError
+from stages.core.params.schema import Params, recipe_of
+from stages.core.provenance import records_dir
+from stages.core.records import rebuild
+from stages.kit.planning.memory_use import stage_memory_path
+from stages.kit.statistics import LEVEL, UNAVAILABLE, Floats, Interval, Statistic, sample_mean
+from stages.reporting.evidence import Difference, Score, as_family, differences, least_p, score
+from stages.reporting.runs import (
+    Run,
+    cards_dir,
+    different_models,
+    evaluation_stage,
+    read_run,
+    refuse_different_samples,
+)
+
+_BEST = "the best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    key: str
+    """Name in metrics.json."""
+    heading: str
+    format: str
+    """Format of a table's column (`tables.Column`)."""
+    meaning: str
+    """A few words for the reader of the page."""
+    optional: bool = False
+    """Whether some of the models have no such figure, or UNAVAILABLE in its place."""
+    higher_is_better: bool = True
+    evidence: tuple[str, ...] = ()
+    """Per-sample columns from which `statistic` computes it, for an interval of its own; empty if it has none."""
+    statistic: Statistic = sample_mean
+    among: str | None = None
+    """A per-sample column of 0 and 1, 1 for the samples that count; None if all do."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A pair of recipes that the experiment was made to compare."""
+
+    topic: str
+    ours: str
+    theirs: str
+    metric: str | None = None
+    """Key of the metric to compare them by, one with evidence; None for the primary one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskReport:
+    """The columns, the evidence and the questions of a task's report, so that the comparison need not know the task."""
+
+    task: str
+    """Its name in params.yaml."""
+    title: str
+    metrics: tuple[Metric, ...]
+    """The columns of the table. The first one, which has evidence, is primary: models are ranked by it."""
+    primary_words: str
+    """The primary metric within a sentence."""
+    identity: tuple[str, ...]
+    """Columns of predictions.parquet that identify a sample: its id, then its truth."""
+    questions: tuple[Question, ...]
+
+    @property
+    def primary(self) -> Metric:
+        return self.metrics[0]
+
+    @property
+    def measured(self) -> tuple[Metric, ...]:
+        """The metrics with evidence, the primary one first."""
+        return tuple(metric for metric in self.metrics if metric.evidence)
+
+    @property
+    def extreme(self) -> str:
+        return "highest" if self.primary.higher_is_better else "lowest"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The per-sample columns that a comparison needs."""
+        needed: set[str] = set()
+        for metric in self.measured:
+            needed |= {*metric.evidence, *([metric.among] if metric.among else [])}
+        return tuple(sorted(needed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A recipe, or a base without training, with the models that came of it."""
+
+    name: str
+    baseline: str | None
+    """The untrained base it comes from; None for a base itself."""
+    stage_of: tuple[str, ...] = ()
+    """Recipes that continue this one."""
+    runs: tuple[Run, ...] = ()
+    """Its trainings, each under a seed of its own; empty if it was not evaluated."""
+    scores: Mapping[str, Score | None] = field(default_factory=dict)
+    """Score by metric key, for metrics with evidence; None if no sample counts for the metric."""
+    primary: str
+    """Key of the metric by which it is ranked."""
+    left_out: str = ""
+    """The reason why it is not compared; empty if it is."""
+
+    @property
+    def run(self) -> Run | None:
+        """The first of its runs."""
+        return self.runs[0] if self.runs else None
+
+    @property
+    def answers(self) -> str | None:
+        """The file of answers that it is, for one without a model."""
+        found = self.run.metrics.get("answers") if self.run else None
+        return str(found) if found else None
+
+    @property
+    def score(self) -> Score:
+        """Its score by the primary metric."""
+        found = self.scores[self.primary]
+        assert found is not None, self.name
+        return found
+
+    def figure(self, key: str) -> float | str | None:
+        """A figure of metrics.json, averaged over the trainings; UNAVAILABLE if only some of them have it."""
+        found = [run.metrics.get(key) for run in self.runs]
+        numbers = [value for value in found if isinstance(value, int | float)]
+        if len(found) > 1 and len(numbers) == len(found):
+            return sum(numbers) / len(numbers)
+        return found[0] if len(set(found)) == 1 else UNAVAILABLE if found else None
+
+    @property
+    def stage(self) -> str:
+        """The pipeline stage that evaluates it."""
+        return evaluation_stage(self.name, trained=self.baseline is not None)
+
+    @property
+    def role(self) -> str:
+        if self.run is None:
+            return "not run"
+        if self.baseline is None:
+            return "answers" if self.answers else "baseline"
+        return "stage" if self.stage_of else ""
+
+    @property
+    def note(self) -> str:
+        if self.run is None:
+            return f"not run: dvc repro {self.stage}"
+        left_out = f"not compared: {self.left_out}" if self.left_out else ""
+        stages = f"a stage of {', '.join(self.stage_of)}" if self.stage_of else ""
+        return ", ".join(filter(None, [self.answers and f"answers of {self.answers}", stages, left_out]))
+
+
+@dataclass(frozen=True)
+class Insight:
+    """A question and its answer."""
+
+    topic: str
+    ours: str
+    theirs: str
+    metric: Metric
+    difference: Difference | None = None
+    """Corrected for the number of questions. None without an answer."""
+    unanswered: str = ""
+    """The reason why there is none."""
+
+    @property
+    def words(self) -> str:
+        if self.difference is None:
+            return f"not answered, {self.unanswered}"
+        return difference_words(self.ours, self.theirs, self.difference) + "."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    report: TaskReport
+    contenders: tuple[Contender, ...]
+    best: Contender
+    headline: str
+    conclusive: bool
+    """Whether the evidence singles out the best."""
+    insights: tuple[Insight, ...]
+    over_seeds: bool
+    """Whether recipes are compared, and not one model of each."""
+    notes: tuple[str, ...] = ()
+    """Sentences about the origin of the runs."""
+
+    @property
+    def evaluated(self) -> tuple[Contender, ...]:
+        return tuple(contender for contender in self.contenders if contender.run)
+
+    @property
+    def missing(self) -> tuple[Contender, ...]:
+        return tuple(contender for contender in self.contenders if not contender.run)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The first run of each contender."""
+        return tuple(contender.run for contender in self.contenders if contender.run)
+
+    @property
+    def all_runs(self) -> tuple[Run, ...]:
+        return tuple(run for contender in self.contenders for run in contender.runs)
+
+    @property
+    def num_samples(self) -> int:
+        assert self.best.run is not None
+        return len(self.best.run.samples)
+
+
+def compare(report: TaskReport, contenders: Sequence[Contender], *, matters: float | None = None) -> Comparison:
+    """Rank, and answer every question that the runs can answer. All of them are one family (`as_family`).
+
+    contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`). If one of
+        them has several runs, recipes are compared, and those with a single training take no part.
+    matters: the smallest difference that matters, in the unit of the primary metric; None if no recipe is called as
+        good as another.
+    """
+    over_seeds = any(len(contender.runs) > 1 for contender in contenders)
+    contenders = [replace(each, left_out=_why_left_out(each, over_seeds=over_seeds)) for each in contenders]
+    compared = [contender for contender in contenders if not contender.left_out]
+    assert compared, "nothing to compare"
+    sign = 1 if report.primary.higher_is_better else -1
+    best, *rivals = sorted(compared, key=lambda contender: sign * contender.score.mean, reverse=True)
+    by_name = {contender.name: contender for contender in contenders}
+    insights = _insights(report, _questions(report, by_name), by_name, matters)
+    of_best = _insights(report, [Question(_BEST, best.name, rival.name) for rival in rivals], by_name, None)
+    # Whether the best is better than every other is one more question; the rival with the least evidence answers it.
+    corrected = _corrected(
+        [*insights, *sorted(of_best, key=lambda each: each.difference.p_value if each.difference else 0)[-1:]],
+        over_seeds=over_seeds,
+    )
+    over_rival = next(iter(corrected[len(insights) :]), None)
+    return Comparison(
+        report=report,
+        contenders=tuple(contenders),
+        best=best,
+        headline=_headline(report, best, over_rival, contenders, over_seeds=over_seeds),
+        conclusive=over_rival is not None and _is_shown(over_rival),
+        insights=tuple(corrected[: len(insights)]),
+        over_seeds=over_seeds,
+    )
+
+
+def task_report(module: ModuleType, params: Params, task: str) -> TaskReport:
+    """The report of a task, from its module `report`: REPORT, or the result of `report_for` for the datasets that its
+    runs are evaluated on. Raises UserError if no recipe has the task."""
+    tasks = dict.fromkeys(recipe.task for recipe in params.recipes.values())
+    if task not in tasks:
+        raise UserError(f"no recipe of params.yaml has the task {task!r}; there are: {', '.join(tasks)}")
+    if not hasattr(module, "report_for"):
+        return module.REPORT
+    subjects = [params.subject(name) for name in (*params.baselines, *params.recipes)]
+    names = dict.fromkeys(subject.data for subject in subjects if subject.task == task)
+    known = params.active.datasets
+    return module.report_for({name: known[name] for name in names if name in known})
+
+
+def read_contenders(params: Params, task: str, report: TaskReport, data_dirs: Sequence[Path]) -> list[Contender]:
+    """Every baseline and recipe of the task, in the order of params.yaml, evaluated or not.
+
+    data_dirs: of one workspace, or of several, in each of which the recipes were trained under another seed.
+    Raises UserError if nothing was evaluated, and if the runs cannot be compared.
+    """
+    names: dict[str, str | None] = {name: None for name, base in params.baselines.items() if base.task == task}
+    names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
+    runs = {
+        name: list(filter(None, (read_task_run(params, task, name, report, data_dir) for data_dir in data_dirs)))
+        for name in names
+    }
+    evaluated = [run for found in runs.values() for run in found]
+    if not evaluated:
+        raise UserError(f"no model of task {task} has been evaluated; run: dvc repro compare@{task}")
+    refuse_different_samples(evaluated)
+    if others := [run for run in evaluated if run.plan and run.plan.profile != params.profile]:
+        found = ", ".join(f"{run.name} ({run.plan.profile})" for run in others if run.plan)
+        raise UserError(
+            f"params.yaml sets profile {params.profile}, but these were trained under another: {found}; "
+            f"train them again with: dvc repro {' '.join(run.stage for run in others)}"
+        )
+    continued_by = {name: recipe_of(recipe.base) for name, recipe in params.recipes.items()}
+    return [
+        score_contender(
+            report,
+            name,
+            different_models(runs[name]),
+            baseline=baseline,
+            stage_of=tuple(other for other, parent in continued_by.items() if parent == name),
+        )
+        for name, baseline in names.items()
+    ]
+
+
+def read_task_run(params: Params, task: str, name: str, report: TaskReport, data_dir: Path) -> Run | None:
+    """The run of a recipe or a baseline of the task, or None if it has not been evaluated."""
+    return read_run(
+        cards_dir(data_dir, task) / name,
+        identity=report.identity,
+        columns=report.columns,
+        trained=name in params.recipes,
+        memory_by_stage=memory_by_stage(params, task, name, data_dir),
+        records_dir=records_dir(data_dir, task),
+    )
+
+
+def memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> dict[str, Path]:
+    """The memory files of the stages that a recipe or a baseline went through, in their order.
+
+    The build that it starts from is among them; the stages of a recipe that it continues are not.
+    """
+    trained = name in params.recipes
+    stages = {f"{stage}@{name}": (name, stage) for stage in (["train", "merge"] if trained else [])}
+    stages[evaluation_stage(name, trained=trained)] = (name, "evaluate")
+    kind, _, build = params.subject(name).base.partition("/")
+    if kind == "builds":
+        stages = {f"build@{build}": (build, "build"), **stages}
+    return {stage: stage_memory_path(data_dir, task, name=of, stage=kind) for stage, (of, kind) in stages.items()}
+
+
+def score_contender(
+    report: TaskReport, name: str, runs: Sequence[Run], *, baseline: str | None, stage_of: tuple[str, ...] = ()
+) -> Contender:
+    """A contender with its scores.
+
+    Raises UserError if predictions and metrics.json of a run disagree, so that one of them is stale.
+    """
+    for run in runs:
+        _refuse_incomplete(report, run)
+    scores = {
+        metric.key: score(np.stack(evidence), metric.statistic) if len(evidence[0]) else None
+        for metric in report.measured
+        if (evidence := [evidence_of(metric, run) for run in runs])
+    }
+    return Contender(
+        name=name, baseline=baseline, stage_of=stage_of, runs=tuple(runs), scores=scores, primary=report.primary.key
+    )
+
+
+def evidence_of(metric: Metric, run: Run) -> Floats:
+    """The per-sample values behind a metric: (samples that count, columns)."""
+    evidence = np.stack([run.columns[name] for name in metric.evidence], axis=1)
+    return evidence if metric.among is None else evidence[run.columns[metric.among] == 1]
+
+
+def interval_words(interval: Interval | None, *, sign: str = "") -> str:
+    return f" [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]" if interval else ""
+
+
+def difference_words(ours: str, theirs: str, difference: Difference) -> str:
+    """The verdict as a sentence without its full stop: what is claimed, how far apart they are, what would settle it.
+
+    If each was trained once, the sentence is about their models, and has the corrected p-value.
+    """
+    found, sure = difference.interval, ""
+    amount = f"{difference.mean:+.3f}"
+    if difference.of_recipes:
+        amount += f", {difference.relative:+.0%}" if difference.relative is not None else ""
+        amount += f", likely between {found.low:+.3f} and {found.high:+.3f}" if found else ""
+    else:
+        ours, theirs, sure = f"the model of {ours}", f"that of {theirs}", f", p {p_words(difference.adjusted_p)}"
+        amount += interval_words(found, sign="+")
+    match difference.verdict:
+        case "too few samples":
+            return f"{_too_few(difference.samples)} {ours} from {theirs} ({amount})"
+        case "no difference shown" if sure:
+            return f"no difference shown between {ours} and {theirs} ({amount}{sure})"
+        case "no difference shown":
+            needed = difference.seeds_needed()
+            more = f"about {needed} seeds of each" if needed else "more samples, and not only more seeds,"
+            settle = f"{more} would settle whether a difference as large as that is real"
+            return f"not settled whether {ours} or {theirs} is better ({amount}); {settle}"
+        case "as good":
+            return f"{ours} is as good as {theirs}: the two differ by less than {difference.matters:g} ({amount})"
+        case verdict:
+            return f"{ours} is {verdict} than {theirs} by {amount}{sure}"
+
+
+def p_words(p_value: float) -> str:
+    return f"{p_value:.3f}" if p_value >= 0.0005 else "< 0.001"
+
+
+def _baseline_of(params: Params, recipe_name: str) -> str:
+    """The baseline of the base that a recipe comes from, through all the recipes it continues."""
+    base, task = params.root(recipe_name), params.recipes[recipe_name].task
+    if base.startswith("builds/"):
+        base = params.builds[base.removeprefix("builds/")].base
+    for name, baseline in params.baselines.items():
+        if baseline.base == base and baseline.task == task:
+            return name
+    return f"base-{base.removeprefix('bases/')}"
+
+
+def _refuse_incomplete(report: TaskReport, run: Run) -> None:
+    """Raise UserError if there are no samples, or if a figure of metrics.json is missing or not that of the
+    predictions."""
+    fix = rebuild(run.stage)
+    if not run.samples:
+        raise UserError(f"{run.name} was evaluated on no sample; rebuild it with: {fix}")
+    for metric in report.metrics:
+        recorded = run.metrics.get(metric.key)
+        if not isinstance(recorded, int | float) and not (metric.optional and recorded in (None, UNAVAILABLE)):
+            raise UserError(f"metrics.json of {run.name} has no number {metric.key}; rebuild it with: {fix}")
+        if not metric.evidence or len(evidence := evidence_of(metric, run)) == 0:
+            continue
+        value = float(metric.statistic(evidence.mean(axis=0)))
+        if not isinstance(recorded, int | float) or not abs(recorded - value) < 1e-3:  # metrics.json may be rounded
+            shown = f"{recorded:.4f}" if isinstance(recorded, int | float) else "nothing"
+            raise UserError(
+                f"metrics.json of {run.name} has {metric.key} {shown}, its predictions.parquet gives {value:.4f}; "
+                f"one of them is stale: {fix}"
+            )
+
+
+def _why_left_out(contender: Contender, *, over_seeds: bool) -> str:
+    """The reason why a contender takes no part in a comparison; empty if it does."""
+    if not contender.runs:
+        return f"not run: dvc repro {contender.stage}"
+    seeds = {run.plan.seed if run.plan else number for number, run in enumerate(contender.runs)}
+    if over_seeds and contender.baseline is not None and len(seeds) == 1:
+        return f"{contender.name} was trained under one seed only"
+    if len(seeds) < len(contender.runs):
+        return f"{contender.name} was not trained under a seed of its own each time"
+    return ""
+
+
+def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Question]:
+    """The task's own, then every recipe against the base it comes from, and against each file of answers."""
+    asked = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
+    return (
+        asked
+        + [
+            Question(f"{name} against its base", name, contender.baseline)
+            for name, contender in by_name.items()
+            if contender.baseline is not None and contender.baseline in by_name
+        ]
+        + [
+            Question(f"{name} against {other}", name, other)
+            for other, given in by_name.items()
+            if given.answers
+            for name, contender in by_name.items()
+            if contender.baseline is not None
+        ]
+    )
+
+
+def _insights(
+    report: TaskReport, questions: Sequence[Question], by_name: Mapping[str, Contender], matters: float | None
+) -> list[Insight]:
+    """The answers to questions, not yet corrected for their number."""
+    insights = []
+    for question in questions:
+        ours, theirs = by_name[question.ours], by_name[question.theirs]
+        metric = next(metric for metric in report.measured if metric.key == (question.metric or report.primary.key))
+        unanswered = "; ".join(filter(None, dict.fromkeys([ours.left_out, theirs.left_out])))
+        if not unanswered and ours.scores[metric.key] is None:
+            unanswered = f"no sample is about {metric.heading}"
+        insights.append(Insight(question.topic, ours.name, theirs.name, metric, unanswered=unanswered))
+    for metric in dict.fromkeys(insight.metric for insight in insights if not insight.unanswered):
+        about = [index for index, each in enumerate(insights) if each.metric is metric and not each.unanswered]
+        recipes = {
+            name: np.stack([evidence_of(metric, run) for run in contender.runs])
+            for name, contender in by_name.items()
+            if not contender.left_out and contender.scores[metric.key] is not None
+        }
+        found = differences(
+            recipes,
+            [(insights[index].ours, insights[index].theirs) for index in about],
+            statistic=metric.statistic,
+            higher_is_better=metric.higher_is_better,
+            matters=matters if metric is report.primary else None,
+        )
+        for index, difference in zip(about, found, strict=True):
+            insights[index] = replace(insights[index], difference=difference)
+    return insights
+
+
+def _corrected(insights: Sequence[Insight], *, over_seeds: bool) -> list[Insight]:
+    """The insights, those with an answer corrected as one family."""
+    answered = [insight for insight in insights if insight.difference]
+    # Equal by one metric is not equal by another, and which two the last question is about is not known before.
+    subjects = [_BEST if each.topic == _BEST else each.metric.key for each in answered]
+    pairs = [((subject, each.ours), (subject, each.theirs)) for subject, each in zip(subjects, answered, strict=True)]
+    found = as_family([each.difference for each in answered if each.difference], pairs if over_seeds else None)
+    corrected = iter(found)
+    return [replace(each, difference=next(corrected)) if each.difference else each for each in insights]
+
+
+def _is_shown(insight: Insight) -> bool:
+    return insight.difference is not None and insight.difference.verdict in ("better", "worse")
+
+
+def _headline(
+    report: TaskReport,
+    best: Contender,
+    over_rival: Insight | None,
+    contenders: Sequence[Contender],
+    *,
+    over_seeds: bool,
+) -> str:
+    """over_rival: the best against the rival with the least evidence; None without any rival."""
+    assert best.run is not None
+    samples = len(best.run.samples)
+    found = f"{report.primary_words} {best.score.mean:.3f}{interval_words(best.score.interval)}"
+    model, other = (best.name, "") if over_seeds else (f"the model of {best.name}", "that of ")
+    left_out = [contender for contender in contenders if contender.left_out]
+    if over_rival is None:
+        words = f"{best.name} is the only model evaluated: {found}"
+        if too_few(samples):
+            words += f", but {_too_few(samples)} it from any other"
+    elif _is_shown(over_rival):
+        alone = len(contenders) - len(left_out) == 2
+        others = f"{other}{over_rival.theirs}" if alone else "every other" if other else "every other model"
+        limits = (" that was trained under several seeds" if over_seeds else " that was run") if left_out else ""
+        limits = f", the only other{limits}" if alone and limits else limits
+        words = f"{model} is best: {found}, better than {others}{limits}"
+    else:
+        words = f"{model} scores {report.extreme}, {found}, but "
+        assert over_rival.difference is not None
+        if over_rival.difference.verdict == "too few samples":
+            words += _too_few(over_rival.difference.samples)
+        else:
+            words += (
+                f"no difference is shown against {other}{over_rival.theirs}"
+                if other
+                else f"{over_rival.theirs} may be as good or better"
+            )
+    return (f"The{words[3:]}" if words.startswith("the ") else words) + "."
+
+
+def too_few(num_samples: int) -> bool:
+    """Whether no difference can be shown on so few samples, not even if all of them agree (the exact sign test)."""
+    return least_p(num_samples) > 1 - LEVEL
+
+
+def _too_few(num_samples: int) -> str:
+    return "1 sample is too few to tell" if num_samples == 1 else f"{num_samples} samples are too few to tell"

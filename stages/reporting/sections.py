@@ -1,0 +1,500 @@
+"""The tables and sentences of a comparison that the terminal, the markdown file, the page and the model card share."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeAlias
+
+from rich.console import Console
+from rich.text import Text
+
+from stages.core.errors import join_truncated, pluralize
+from stages.core.lineage import short
+from stages.core.params.schema import PARTS
+from stages.core.provenance import Provenance
+from stages.kit.planning.plan import Plan
+from stages.kit.statistics import LEVEL
+from stages.reporting.compare import Comparison, Metric, p_words, too_few
+from stages.reporting.evidence import FEWEST_TO_SHARE, POWER
+from stages.reporting.runs import Run
+from stages.reporting.tables import (
+    ABSENT,
+    Cell,
+    Column,
+    Row,
+    Table,
+    escape_markdown,
+    in_parts,
+    markdown,
+    terminal_table,
+)
+
+TEXT_WIDTH = 120
+"""Characters; the width of table.txt."""
+EVIDENCE = (
+    "The interval and p belong to a single question; corrected p takes into account that all of them were asked. Ahead "
+    "and behind are the samples on which every model of the first beats, or loses to, every model of the second."
+)
+"""Introduces the table of the evidence."""
+MEMORY_OF_STAGES = (
+    "Each stage is a process of its own: before it loads a model it has nothing on a GPU, and on a CPU only Python, "
+    "its libraries and the samples, whatever ran before it. What is free before and left after is read from the "
+    "device, so that it includes other processes."
+)
+"""Introduces the table of memory by stage."""
+QUANTIZATION_COST = (
+    "Adapters trained on weights in 4 bits are merged into the unquantized ones. Both models answered the same "
+    "validation samples."
+)
+"""Introduces the table of merges out of 4 bits."""
+
+_NOT_SETTINGS = {"recipe", "trainable", "features_bytes"}
+_MEMORY_KINDS = {
+    "cpu_allocated": "tensors on the CPU",
+    "cuda_allocated": "tensors on the GPU",
+}
+_DONE = {"train": "trained", "merge": "merged", "evaluate": "evaluated", "baseline": "evaluated"}
+"""Participle by stage."""
+
+Record: TypeAlias = tuple[str, Provenance]
+"""The name of a run, and the record of one of its stages."""
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """A row a model; those not run are there too, empty, with the command that runs them.
+
+    A metric with an interval of its own has a second column for it; the primary one's is at the end of the table.
+    """
+    metrics, primary = comparison.report.metrics, comparison.report.primary
+    scores = [score for contender in comparison.evaluated for score in contender.scores.items()]
+    with_interval = {key for key, score in scores if score and score.interval and key != primary.key}
+    columns = [Column("model", "Model")]
+    for metric in metrics:
+        column = Column(metric.key, metric.heading, metric.format)
+        columns += [column, replace(column, heading="95% interval")] if metric.key in with_interval else [column]
+    columns.append(Column(primary.key, "95% interval", primary.format))
+    if comparison.over_seeds:
+        columns += [Column("seeds", "Seeds", "d"), Column("between_seeds", "Between seeds", ".3f")]
+    rows = []
+    for contender in comparison.contenders:
+        cells: list[Cell] = [contender.name]
+        for metric in metrics:
+            score = contender.scores.get(metric.key)
+            interval = [score.interval if score else None]
+            cells += [contender.figure(metric.key), *(interval if metric.key in with_interval else [])]
+        ranked, best = contender.score if contender.runs else None, contender is comparison.best
+        cells.append(ranked.interval if ranked else None)
+        if comparison.over_seeds:
+            cells += [len(contender.runs) or None, ranked.between_seeds if ranked else None]
+        mark = "best" if comparison.conclusive else comparison.report.extreme
+        cells.append(mark if best else contender.role)
+        rows.append(Row(cells=tuple(cells), emphasised=best, note=contender.note))
+    return Table(columns=(*columns, Column("role", "")), rows=tuple(rows))
+
+
+def print_comparison(comparison: Comparison, table: Table, console: Console) -> None:
+    """Print the table, the headline and the insights, as text that no name can turn into markup."""
+    for part in in_parts(table, console.width):
+        console.print()
+        console.print(terminal_table(part))
+    for name, note in table.notes:
+        console.print(Text(f"{name}: {note}", style="dim"), soft_wrap=True)
+    console.print()
+    console.print(Text(comparison.headline, style="bold"), soft_wrap=True)
+    for insight in comparison.insights:
+        console.print(Text(f"  {insight.topic}: {insight.words}"), soft_wrap=True)
+    if (costs := quantization_table(comparison.runs, comparison.report.primary)).rows:
+        console.print()
+        console.print(Text(QUANTIZATION_COST, style="dim"), soft_wrap=True)
+        for part in in_parts(costs, console.width):
+            console.print(terminal_table(part))
+        console.print()
+    for line in (fairness(comparison), *origin_warnings(comparison.all_runs)):
+        console.print(Text(line), soft_wrap=True)
+    for line in design_words(comparison):
+        console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def comparison_text(comparison: Comparison, table: Table) -> str:
+    """The terminal's output without colours, TEXT_WIDTH wide."""
+    console = Console(file=io.StringIO(), width=TEXT_WIDTH, color_system=None, highlight=False, force_jupyter=False)
+    with console.capture() as capture:
+        print_comparison(comparison, table, console)
+    return capture.get()
+
+
+def comparison_markdown(comparison: Comparison, table: Table) -> str:
+    insights = "\n".join(
+        f"- {escape_markdown(insight.topic)}: {escape_markdown(insight.words)}" for insight in comparison.insights
+    )
+    fair = escape_markdown(" ".join((fairness(comparison), *origin_warnings(comparison.all_runs))))
+    design = escape_markdown(" ".join(design_words(comparison)))
+    text = (
+        f"# {escape_markdown(comparison.report.title)}\n\n{escape_markdown(comparison.headline)}\n\n"
+        f"{markdown(table)}\n{insights}\n\n{fair}\n\n{design}\n"
+    )
+    for heading, lead, section in (
+        ("Evidence", EVIDENCE, evidence_table(comparison)),
+        ("Merged out of 4 bits", QUANTIZATION_COST, quantization_table(comparison.runs, comparison.report.primary)),
+        ("Memory by stage", MEMORY_OF_STAGES, memory_table(comparison.runs)),
+    ):
+        if section.rows:
+            text += f"\n## {heading}\n\n{escape_markdown(lead)}\n\n{markdown(section)}"
+    return text
+
+
+def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
+    """Figures for `dvc metrics`: the best model, and of each model the metrics with an interval."""
+    flat: dict[str, float | str] = {"best": comparison.best.name, "evidence_enough": comparison.conclusive}
+    for contender in comparison.evaluated:
+        for key, score in contender.scores.items():
+            if score is None or (score.interval is None and key != contender.primary):
+                continue
+            recorded = contender.figure(key)
+            assert recorded is not None, key
+            flat[f"{contender.name}.{key}"] = score.mean if key == contender.primary else recorded
+            if score.interval:
+                flat[f"{contender.name}.{key}_interval"] = f"[{score.interval.low:.3f}, {score.interval.high:.3f}]"
+    return flat
+
+
+def flat_costs(comparison: Comparison) -> dict[str, float | str]:
+    """Costs of each model's training for `dvc metrics`: memory in GiB, predicted and measured, and minutes."""
+    flat: dict[str, float | str] = {}
+    for run in (contender.runs[0] for contender in comparison.evaluated):
+        if run.training:
+            figures = {kind: run.metrics.get(f"memory_{kind}_gib") for kind in ("predicted", "measured")}
+            flat |= {f"{run.name}.{kind}_gib": figure for kind, figure in figures.items() if figure is not None}
+            flat[f"{run.name}.train_minutes"] = round(run.training.train_seconds / 60, 2)
+    return flat
+
+
+def evidence_table(comparison: Comparison) -> Table:
+    """A row for each question that has an answer."""
+    columns = (
+        Column("question", "Question"),
+        Column("difference", "Difference", "+.3f"),
+        Column("difference", "95% interval", "+.3f"),
+        Column("relative", "Relative", "+.1%"),
+        Column("p", "p"),
+        Column("corrected_p", "Corrected p"),
+        Column("ahead", "Samples ahead", "d"),
+        Column("behind", "Behind", "d"),
+        Column("detectable", f"Smallest shown in {POWER:.0%}", ".3f"),
+    )
+    rows: list[list[Cell]] = []
+    for insight in comparison.insights:
+        if found := insight.difference:
+            p_values = (p_words(found.p_value), p_words(found.adjusted_p))
+            cells = (found.mean, found.interval, found.relative, *p_values, found.ahead, found.behind)
+            rows.append([insight.topic, *cells, found.detectable])
+    return Table.of(columns, rows)
+
+
+def design_words(comparison: Comparison) -> list[str]:
+    """The limits that samples, seeds, split and engines set to the claims of the report, a sentence or two each."""
+    number = pluralize(comparison.num_samples, "sample")
+    samples = f"{number}; intervals are {LEVEL:.0%}, paired by sample."
+    if too_few(comparison.num_samples):
+        return [f"{number}: too few for any interval or verdict.", *_run_words(comparison.all_runs), *comparison.notes]
+    families = [insight.difference.family for insight in comparison.insights if insight.difference]
+    if families and comparison.over_seeds:
+        samples += (
+            f" Of such reports, with {families[0]} questions each, at most one in twenty calls anything better, worse "
+            "or as good that is not."
+        )
+    elif families:
+        samples += f" p is corrected for {families[0]} questions."
+    return [
+        samples,
+        *_power_words(comparison),
+        *_seed_words(comparison),
+        *_run_words(comparison.all_runs),
+        *comparison.notes,
+    ]
+
+
+def _power_words(comparison: Comparison) -> Iterator[str]:
+    primary = [insight for insight in comparison.insights if insight.metric.key == comparison.report.primary.key]
+    if shown := [found.detectable for insight in primary if (found := insight.difference) and found.detectable]:
+        low, high = f"{min(shown):.3f}", f"{max(shown):.3f}"
+        size = low if low == high else f"{low} to {high}, depending on the pair,"
+        yield (
+            f"Roughly, a true difference in {comparison.report.primary_words} of {size} is shown by {POWER:.0%} of "
+            "such reports; a smaller one by fewer."
+        )
+
+
+def _seed_words(comparison: Comparison) -> Iterator[str]:
+    recipes = [contender for contender in comparison.evaluated if contender.baseline]
+    if comparison.over_seeds and min(len(each.runs) for each in recipes if not each.left_out) < FEWEST_TO_SHARE:
+        yield "Two seeds hardly show how much seeds vary: from three of each on, recipes share what they know of it."
+    elif comparison.over_seeds:
+        yield (
+            "The recipes are assumed to vary between seeds about as much as one another, and none less than its own "
+            "trainings do."
+        )
+    if not comparison.over_seeds and recipes:
+        yield (
+            "Each recipe was trained once: this compares these models, not the recipes, which give other models under "
+            f"other seeds. For the recipes: dvc exp run --queue -S 'seed=42,43,44' compare@{comparison.report.task}, "
+            f"then dvc queue start, then make compare TASK={comparison.report.task}"
+        )
+
+
+def _run_words(runs: Sequence[Run]) -> Iterator[str]:
+    if splits := {str(run.metrics["split"]) for run in runs if "split" in run.metrics}:
+        reason = ", which settings are chosen by: no result to report." if "selection" in splits else "."
+        yield f"Scored on the split {', '.join(splits)}{reason}"
+    by_engine: dict[str, list[str]] = {}
+    for run in runs:
+        by_engine.setdefault(str(run.metrics.get("engine", "transformers")), []).append(run.name)
+    if len(by_engine) > 1:
+        engines = "; ".join(f"{engine}: {', '.join(names)}" for engine, names in by_engine.items())
+        yield f"Completions are not all from one engine, and differences may come from the engines ({engines})."
+    elif "transformers" not in by_engine:
+        yield f"Completions are from {next(iter(by_engine))}, which was checked against transformers."
+
+
+def fairness(comparison: Comparison) -> str:
+    """The settings in which the recipes differ: all that a difference between their results can come from."""
+    recipes = {run.name: plan_settings(run.plan) for run in comparison.runs if run.plan}
+    if len(recipes) < 2:
+        return "No two recipes have been evaluated."
+    differing, _, shared = split_settings(recipes)
+    names = ", ".join(str(row.cells[0]) for row in differing.rows)
+    if not names:
+        return "The recipes differ in no setting."
+    return f"The recipes differ in {names}; their other {len(shared.rows)} settings are the same."
+
+
+def plan_settings(plan: Plan) -> dict[str, str]:
+    """Every setting of a plan by dotted path, without its name and what is derived."""
+    settings = {key: value for key, value in asdict(plan).items() if key not in _NOT_SETTINGS}
+    return {path: _setting_text(value) for path, value in flattened(settings)}
+
+
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as (dotted path, value); an empty mapping is a value."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _setting_text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or ABSENT
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return format(value, "g")
+    return ABSENT if value is None or value == {} else str(value)
+
+
+def split_settings(by_run: Mapping[str, Mapping[str, str]]) -> tuple[Table, frozenset[tuple[int, int]], Table]:
+    """(settings that differ between the runs, the cells of it that stand out, settings that all share).
+
+    The first table has a row a setting and a column a run; a cell (row, column) stands out if it is not the most common
+    value of its row. The second has the columns setting and value.
+    """
+    differing: list[Sequence[Cell]] = []
+    shared: list[Sequence[Cell]] = []
+    outstanding: set[tuple[int, int]] = set()
+    for path in dict.fromkeys(path for settings in by_run.values() for path in settings):
+        values = [settings.get(path, ABSENT) for settings in by_run.values()]
+        if len(set(values)) == 1:
+            shared.append((path, values[0]))
+            continue
+        # A tie goes to the value seen first, which Counter keeps in order.
+        usual = Counter(values).most_common(1)[0][0]
+        outstanding |= {(len(differing), column) for column, value in enumerate(values, start=1) if value != usual}
+        differing.append((path, *values))
+    setting = Column("setting", "Setting")
+    of_runs = Table.of([setting, *(Column(name, name) for name in by_run)], differing)
+    return of_runs, frozenset(outstanding), Table.of([setting, Column("value", "Value")], shared)
+
+
+def trainable_table(runs: Sequence[Run]) -> Table:
+    """Trained parameters by part, and their share of all; a base trains none."""
+    # Counted by the training, or else by the plan.
+    counted_by = {run.name: run.training or run.plan for run in runs}
+    counts = {name: record.trainable if record else {} for name, record in counted_by.items()}
+    parts = [part for part in PARTS if any(found.get(part) for found in counts.values())]  # text models have one only
+    columns = (
+        Column("model", "Model"),
+        *(Column(part, part, ",") for part in parts),
+        Column("total", "Trained", ","),
+        Column("all", "All parameters", ","),
+        Column("share", "Share", ".2%"),
+    )
+    rows = []
+    for name, found in counts.items():
+        total, everything = found.get("total"), found.get("all")
+        share = total / everything if total is not None and everything else None
+        rows.append((name, *(found.get(part) for part in parts), total, everything, share))
+    return Table.of(columns, rows)
+
+
+def cost_table(runs: Sequence[Run]) -> Table:
+    """Steps, time, memory and energy of training, and the speed of evaluation."""
+    columns = (
+        Column("model", "Model"),
+        Column("num_steps", "Steps", ","),
+        Column("kept_step", "Kept step", ","),
+        Column("skipped_steps", "Skipped steps", ","),
+        Column("train_seconds", "Training time", "seconds"),
+        Column("samples_per_second", "Training samples/s", ".1f"),
+        Column("peak_memory_bytes", "Peak memory", "bytes"),
+        Column("memory_error", "Predicted, off by", "+.1%"),
+        Column("memory_kind", "Memory of"),
+        Column("gpu_utilization", "GPU busy", ".0%"),
+        Column("gpu_watts", "Power, W", ",.0f"),
+        Column("gpu_kwh", "Energy, kWh", ".3g"),
+        Column("final_loss", "Final loss", ".4f"),
+        Column("evaluation_samples_per_second", "Evaluation samples/s", ".1f"),
+    )
+    rows = []
+    for run in runs:
+        values: dict[str, Any] = {
+            **(asdict(run.training) if run.training else {}),
+            "memory_error": run.metrics.get("memory_error"),
+            "evaluation_samples_per_second": run.metrics.get("samples_per_second"),
+        }
+        values["memory_kind"] = _MEMORY_KINDS.get(values.get("memory_kind", ""), values.get("memory_kind"))
+        rows.append({"model": run.name, **values})
+    rare = ("kept_step", "skipped_steps", "gpu_utilization", "gpu_watts", "gpu_kwh")
+    said = [each for each in columns if each.key not in rare or any(row.get(each.key) for row in rows)]
+    return Table.of(said, ([row.get(column.key) for column in said] for row in rows))
+
+
+def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
+    """The cost of the merge for each model that was trained on quantized weights, by one of the task's metrics."""
+    columns = (
+        Column("model", "Model"),
+        Column("samples", "Samples", ","),
+        Column("trained", f"{metric.heading} as trained", metric.format),
+        Column("merged", "Merged", metric.format),
+        Column("same_answers", "Same answers", ","),
+        Column("logit_deviation", "Logits off by", ".1%"),
+    )
+    rows = []
+    for run in runs:
+        if run.certificate and (cost := run.certificate.quantization_cost):
+            figures = cost.trained.get(metric.key), cost.merged.get(metric.key)
+            rows.append((run.name, cost.samples, *figures, cost.same_answers, cost.logit_deviation))
+    return Table.of(columns, rows)
+
+
+def memory_table(runs: Sequence[Run]) -> Table:
+    """Memory of each stage before it loaded its model, after, at its peak, and what that left; as they ran."""
+    columns = (
+        Column("model", "Model"),
+        Column("stage", "Stage"),
+        Column("free", "Free before", "bytes"),
+        Column("before_load", "Before loading", "bytes"),
+        Column("after_load", "After loading", "bytes"),
+        Column("peak", "Peak", "bytes"),
+        Column("left", "Left for the work", "bytes"),
+        Column("memory_kind", "Memory of"),
+    )
+    rows = [
+        (
+            run.name,
+            memory.stage if memory.name == run.name else f"{memory.stage} {memory.name}",
+            memory.free_before_bytes,
+            memory.used_before_bytes,
+            memory.used_loaded_bytes,
+            memory.peak_bytes,
+            memory.free_loaded_bytes,
+            f"tensors on {pluralize(memory.gpus, 'GPU')}" if memory.gpus else "the whole process, on the CPU",
+        )
+        for run in runs
+        for memory in run.memory
+    ]
+    return Table.of(columns, rows)
+
+
+def origins_table(runs: Sequence[Run]) -> Table:
+    """A row for each run with records: that of its training, or else of its evaluation."""
+    columns = (
+        Column("model", "Model"),
+        Column("commit", "Commit"),
+        Column("ran_in", "Ran in"),
+        Column("lock", "Packages"),
+        Column("device", "Device"),
+        Column("seed", "Seed", "d"),
+        Column("base", "Base"),
+        Column("data", "Data"),
+        Column("started", "Started (UTC)"),
+        Column("seconds", "Took", "seconds"),
+    )
+    rows = {}
+    for name, record in _records(runs):
+        if _stage(record) in ("train", "baseline"):
+            inputs = {path: short(digest) for path, digest in record.inputs.items()}
+            bases = (record.plan["base_dir"],) if record.plan else ("data/bases/", "data/builds/")
+            rows[name] = (
+                name,
+                _commit(record) + (f" + {len(record.changed)} changed" if record.changed else ""),
+                record.image or record.engine,
+                short(record.lock) if record.lock else None,
+                record.device,
+                record.seed,
+                next((digest for path, digest in inputs.items() if path.startswith(bases)), None),
+                next((digest for path, digest in inputs.items() if path.startswith("data/prepared/")), None),
+                record.started.replace("T", " ").removesuffix("+00:00"),
+                record.seconds,
+            )
+    return Table.of(columns, rows.values())
+
+
+def origin_warnings(runs: Sequence[Run]) -> list[str]:
+    """Differences in code, devices and packages between runs, which may explain differences of their scores."""
+    records = _records(runs)
+    changed: dict[str, set[str]] = {}
+    codes: dict[str, set[str]] = {}
+    for name, record in records:
+        changed.setdefault(name, set()).update(record.changed_code)
+        codes.setdefault(_stage(record), set()).add(record.code)
+    warnings = [
+        f"{name} was made with changes that no commit has: {join_truncated(sorted(files))}."
+        for name, files in changed.items()
+        if files
+    ]
+    if commits := _groups(records, _commit):
+        differs = any(len(of_stage) > 1 for of_stage in codes.values())
+        code = "and so does the code that made them" if differs else "though the code that made them is the same"
+        warnings.append(f"The commits of the runs differ, {code}: {commits}.")
+    # Compared by stage: a model may well be trained on other devices than it is evaluated on.
+    for done in dict.fromkeys(_DONE.values()):
+        alike = [each for each in records if _DONE.get(_stage(each[1])) == done]
+        if devices := _groups(alike, lambda record: record.device):
+            warnings.append(f"Not all were {done} on the same device: {devices}.")
+    if locks := _groups(records, lambda record: short(record.lock) if record.lock else "not known"):
+        warnings.append(f"The locked packages of the runs differ: {locks}.")
+    return warnings
+
+
+def _records(runs: Iterable[Run]) -> list[Record]:
+    return [(run.name, record) for run in runs for record in run.provenance]
+
+
+def _stage(record: Provenance) -> str:
+    return record.stage.partition("@")[0]
+
+
+def _commit(record: Provenance) -> str:
+    return short(record.commit) if record.commit else "not known"
+
+
+def _groups(records: Iterable[Record], fact: Callable[[Provenance], str]) -> str:
+    """`one (r1, r2), other (r3)` if a fact is not the same for all, else ""."""
+    runs: dict[str, dict[str, None]] = {}
+    for name, record in records:
+        runs.setdefault(fact(record), {})[name] = None
+    return ", ".join(f"{value} ({', '.join(names)})" for value, names in runs.items()) if len(runs) > 1 else ""

@@ -1,0 +1,242 @@
+"""Rank, questions, corrections and words of a comparison, on made-up scores."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stages.core.errors import UserError
+from stages.kit.statistics import Floats, Interval
+from stages.reporting.compare import (
+    Comparison,
+    Contender,
+    Metric,
+    Question,
+    TaskReport,
+    compare,
+    difference_words,
+    score_contender,
+)
+from stages.reporting.evidence import difference
+from stages.reporting.page import _difference_drawing
+from stages.reporting.runs import Run
+from stages.reporting.sections import comparison_table, design_words, flat_metrics
+from stages.reporting.tables import cell_text
+
+REPORT = TaskReport(
+    task="a-task",
+    title="A task",
+    metrics=(Metric(key="score", heading="Score", format=".3f", meaning="The score.", evidence=("score",)),),
+    primary_words="score",
+    identity=("id",),
+    questions=(Question("B against A", "b", "a"), Question("B against an unknown one", "b", "z")),
+)
+LOSS = Metric(key="loss", heading="Loss", format=".3f", meaning="", higher_is_better=False, evidence=("loss",))
+HARDNESS = np.random.default_rng(0).normal(0, 0.1, 60)
+
+
+def run_of(name: str, scores: Floats, metrics: Mapping[str, Any] | None = None, *, key: str = "score") -> Run:
+    ids = tuple(map(str, range(len(scores))))
+    return Run(
+        name=name,
+        stage=f"evaluate@{name}",
+        model=f"{scores.sum()}",
+        metrics={key: float(scores.mean()), **(metrics or {})},
+        samples=ids,
+        sample_ids=ids,
+        columns={"score": scores, key: scores},
+        examples={},
+    )
+
+
+def scores_around(mean: float, seed: int) -> Floats:
+    return mean + HARDNESS + np.random.default_rng(seed).normal(0, 0.03, len(HARDNESS))
+
+
+def compared(means: Mapping[str, float | list[float] | None], report: TaskReport = REPORT) -> Comparison:
+    """means: of each training, by name; `base` is a baseline, None a model that was not run."""
+    contenders, key = [], report.primary.key
+    for number, (name, mean) in enumerate(means.items()):
+        trained = [] if mean is None else mean if isinstance(mean, list) else [mean]
+        runs = [run_of(name, scores_around(each, 10 * number + seed), key=key) for seed, each in enumerate(trained)]
+        contenders.append(score_contender(report, name, runs, baseline=None if name == "base" else "base"))
+    return compare(report, contenders)
+
+
+def test_the_best_is_better_than_every_other() -> None:
+    comparison = compared({"base": 0.1, "a": 0.5, "b": 0.6})
+    assert comparison.best.name == "b"
+    assert comparison.conclusive
+    assert comparison.headline.startswith("The model of b is best: score 0.")
+    assert comparison.headline.endswith("better than every other.")
+    assert [insight.topic for insight in comparison.insights] == [
+        "B against A", "a against its base", "b against its base",
+    ]  # fmt: skip
+    families = {insight.difference.family for insight in comparison.insights if insight.difference}
+    assert families == {4}, "the questions, and whether the best is better than the next"
+
+
+def test_whether_the_best_is_better_is_corrected_for_the_number_of_questions() -> None:
+    comparison = compared({"base": 0.1, "a": 0.5, "b": 0.512})
+    found = comparison.insights[0].difference
+    assert found is not None
+    assert found.p_value < 0.05 < found.adjusted_p
+    assert not comparison.conclusive
+
+
+def test_missing_runs_limit_the_claims() -> None:
+    comparison = compared({"base": 0.1, "a": None, "b": 0.6})
+    assert comparison.headline.endswith("better than that of base, the only other that was run.")
+    assert [missing.note for missing in comparison.missing] == ["not run: dvc repro evaluate@a"]
+    assert comparison.insights[0].words == "not answered, not run: dvc repro evaluate@a"
+    alone = compared({"base": None, "a": None, "b": 0.6})
+    assert alone.headline.startswith("b is the only model evaluated")
+    assert not alone.conclusive
+
+
+def test_every_recipe_is_compared_with_its_base_and_with_each_file_of_answers() -> None:
+    given: dict[str, Any] = {"peer": {"answers": "data/answers/peer.txt"}}
+    names = enumerate(("base", "peer", "b"))
+    runs = {name: run_of(name, scores_around(0.5, seed), given.get(name)) for seed, name in names}
+    bases = {"base": None, "peer": None, "b": "base"}
+    found = compare(REPORT, [score_contender(REPORT, name, [run], baseline=bases[name]) for name, run in runs.items()])
+    assert [insight.topic for insight in found.insights] == ["b against its base", "b against peer"]
+    assert [each.role for each in found.contenders] == ["baseline", "answers", ""]
+
+
+@pytest.mark.parametrize(("num_samples", "words"), [(1, "1 sample is too few"), (5, "5 samples are too few")])
+def test_too_few_samples_decide_nothing(num_samples: int, words: str) -> None:
+    runs = (run_of("a", np.linspace(0.1, 0.2, num_samples)), run_of("b", np.linspace(0.8, 0.9, num_samples)))
+    comparison = compare(REPORT, [score_contender(REPORT, run.name, [run], baseline="base") for run in runs])
+    assert not comparison.conclusive
+    assert words in comparison.headline
+    assert words in comparison.insights[0].words
+    alone = compare(REPORT, comparison.contenders[:1])
+    assert words in alone.headline
+    number = "1 sample" if num_samples == 1 else f"{num_samples} samples"
+    for each in (comparison, alone):
+        assert design_words(each)[0] == f"{number}: too few for any interval or verdict."
+
+
+def test_words_follow_the_verdict_and_name_models_if_each_was_trained_once() -> None:
+    def words(shift: float, samples: int = 60, trainings: int = 1, matters: float | None = None) -> str:
+        ours = np.stack([scores_around(0.5 + shift, seed) for seed in range(trainings)])[:, :samples]
+        theirs = np.stack([scores_around(0.5, 10 + seed) for seed in range(trainings)])[:, :samples]
+        return difference_words("r4", "r1", difference(ours, theirs, matters=matters))
+
+    models = "the model of r4 is {} than that of r1 by {}0.0"
+    assert words(0.05).startswith(models.format("better", "+"))
+    assert words(-0.05).startswith(models.format("worse", "-"))
+    assert words(0.05).endswith("], p < 0.001")
+    assert words(0).startswith("no difference shown between the model of r4 and that of r1 (")
+    assert words(0.5, samples=4).startswith("4 samples are too few to tell the model of r4 from that of r1 (+0.5")
+    assert words(0.05, trainings=3).startswith("r4 is better than r1 by +0.0")
+    assert re.match(r"r4 is better than r1 by \+0\.0\d+, \+1\d%, likely between \+0\.0", words(0.055, trainings=3))
+    assert words(0.005, trainings=3).startswith("not settled whether r4 or r1 is better (+0.0")
+    assert words(0.005, trainings=3).endswith(
+        "more samples, and not only more seeds, would settle whether a difference as large as that is real"
+    )
+    assert words(0, trainings=3, matters=0.5).startswith("r4 is as good as r1: the two differ by less than 0.5 (")
+
+
+def test_recipes_are_compared_over_their_seeds() -> None:
+    comparison = compared({"base": [0.1], "a": [0.5, 0.51, 0.52], "b": [0.6, 0.61, 0.63]})
+    assert comparison.over_seeds
+    assert comparison.headline.startswith("b is best: score 0.6")
+    assert comparison.headline.endswith("better than every other model.")
+    assert [insight.words.split(" by ")[0] for insight in comparison.insights] == [
+        "b is better than a", "a is better than base", "b is better than base",
+    ]  # fmt: skip
+    table = comparison_table(comparison)
+    assert [cell_text(row.cells[3], table.columns[3]) for row in table.rows] == ["1", "3", "3"]
+    assert [column.heading for column in table.columns][-3:] == ["Seeds", "Between seeds", ""]
+    b = comparison.contenders[2]
+    assert b.figure("score") == pytest.approx(np.mean([run.metrics["score"] for run in b.runs]))
+
+
+def test_a_recipe_with_one_seed_takes_no_part_among_several() -> None:
+    comparison = compared({"a": [0.9], "b": [0.6, 0.61], "base": [0.1]})
+    assert comparison.best.name == "b"
+    assert comparison.insights[0].words == "not answered, a was trained under one seed only"
+
+
+RESTORED = replace(LOSS, key="restored", heading="Restored", optional=True, evidence=())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "problem"),
+    [
+        ({"score": 0.9}, r"metrics\.json of a has score 0\.9000, its predictions.* 0\.5000"),
+        ({"score": float("nan")}, "score nan"),
+        ({"score": "high"}, "no number score"),
+        ({"restored": "high"}, "no number restored"),
+    ],
+)
+def test_metrics_that_do_not_match_the_predictions_are_refused(metrics: dict[str, Any], problem: str) -> None:
+    report = replace(REPORT, metrics=(*REPORT.metrics, RESTORED))
+    with pytest.raises(UserError, match=problem):
+        score_contender(report, "a", [run_of("a", np.full(10, 0.5), metrics)], baseline=None)
+
+
+def test_the_lowest_is_best_if_lower_is_better() -> None:
+    report = replace(REPORT, metrics=(LOSS,), primary_words="loss")
+    comparison = compared({"b": 2.0, "a": 2.5, "base": 3.0}, report)
+    assert comparison.best.name == "b"
+    assert comparison.headline.startswith("The model of b is best: loss 2.0")
+    assert comparison.insights[0].words.startswith("the model of b is better than that of a by -0.4")
+    drawing = _difference_drawing(LOSS, comparison)
+    assert drawing is not None
+    assert "Left of the dashed line" in drawing.caption
+    comparison = compared({"b": 2.0, "a": 2.001}, report)
+    assert f"The model of {comparison.best.name} scores lowest, loss 2." in comparison.headline
+    marks = {row.cells[0]: row.cells[-1] for row in comparison_table(comparison).rows}
+    assert marks[comparison.best.name] == "lowest"
+
+
+def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> None:
+    own = replace(LOSS, key="own", heading="Own", optional=True, evidence=("own",), among="ours")
+    report = replace(REPORT, metrics=(*REPORT.metrics, own), questions=(Question("Of some", "b", "a", metric="own"),))
+    assert report.columns == ("ours", "own", "score")
+
+    def contenders(among: Floats) -> list[Contender]:
+        found = []
+        for seed, (name, mean) in enumerate((("a", 0.3), ("b", 0.7))):
+            scores = scores_around(mean, seed)
+            run = run_of(name, scores, {"own": float(scores[among == 1].mean())} if among.any() else {})
+            run = replace(run, columns={"score": scores, "own": scores * among, "ours": among})
+            found.append(score_contender(report, name, [run], baseline=None))
+        return found
+
+    comparison = compare(report, contenders((np.arange(60) % 3 == 0).astype(float)))
+    assert comparison.best.name == "b", "the primary metric alone ranks"
+    (insight,) = comparison.insights
+    assert insight.words.startswith("the model of b is worse than that of a by +0.398 [")
+    assert insight.difference is not None
+    assert insight.difference.samples == 20
+    table = comparison_table(comparison)
+    assert [column.heading for column in table.columns] == ["Model", "Score", "Own", "95% interval", "95% interval", ""]
+    assert isinstance(table.rows[0].cells[3], Interval)
+    flat = flat_metrics(comparison)
+    low, high = json.loads(str(flat["a.own_interval"]))
+    assert low < float(flat["a.own"]) < high
+    (unanswered,) = compare(report, contenders(np.zeros(60))).insights
+    assert unanswered.words == "not answered, no sample is about Own"
+
+
+def test_another_engine_is_named() -> None:
+    def words(*engines: str) -> str:
+        runs = [
+            run_of(name, scores_around(0.5, 1), {"engine": engine}) for name, engine in zip("ab", engines, strict=True)
+        ]
+        contenders = [score_contender(REPORT, run.name, [run], baseline=None) for run in runs]
+        return " ".join(design_words(compare(REPORT, contenders)))
+
+    assert "engine" not in words("transformers", "transformers")
+    assert "Completions are from vLLM 0, which was checked" in words("vLLM 0", "vLLM 0")
+    assert "(transformers: a; vLLM 0: b)" in words("transformers", "vLLM 0")

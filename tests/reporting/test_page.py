@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import base64
+import io
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stages.kit.statistics import Interval
+from stages.reporting.page import (
+    MAX_IMAGE_WIDTH,
+    IntervalRow,
+    inline_image,
+    plot_curves,
+    plot_intervals,
+    svg,
+)
+from stages.reporting.runs import Curve
+
+
+def drawings() -> list[str]:
+    rows = [
+        IntervalRow(label="a <b>", value=0.1, interval=Interval(0.05, 0.2), text="+0.1", colour="better"),
+        IntervalRow(label="one sample", value=-0.2, interval=None, text="-0.2", colour="muted"),
+    ]
+    curves = {name: Curve(np.arange(20.0), np.linspace(2, 1, 20)) for name in "ab"}
+    colours = {"a": "series-1", "b": "series-2"}
+    return [
+        svg(plot_intervals(rows, "difference", reference=0.0), name="forest", title='a "<b>" & c'),
+        *(
+            svg(plot_curves(curves, colours, "a loss", smoothed=each), name="loss", title="loss")
+            for each in (True, False)
+        ),
+    ]
+
+
+def test_drawings_are_well_formed_reproducible_and_in_colours_of_the_page() -> None:
+    for drawing in drawings():
+        ET.fromstring(drawing)
+        assert not re.findall(r"#[0-9a-f]{6}\b", re.sub(r"var\(--[\w-]+, #\w+\)", "", drawing))
+    assert drawings() == drawings()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L"])
+def test_a_large_image_is_scaled_down_and_shrunk(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "large.png"
+    noise = np.random.default_rng(0).integers(0, 255, (300, 1200, 3), dtype=np.uint8)
+    Image.fromarray(noise).convert(mode).save(path)
+    image = inline_image(path, "")
+    assert image.source.startswith("data:image/jpeg;base64,")
+    stored = Image.open(io.BytesIO(base64.b64decode(image.source.partition(",")[2])))
+    assert stored.size == (image.width, image.height) == (MAX_IMAGE_WIDTH, 128)
+    assert len(image.source) < path.stat().st_size

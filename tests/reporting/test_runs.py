@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from stages.core.errors import UserError
+from stages.kit.data.parquet import write_rows
+from stages.reporting.runs import LOSS_CURVE, MODEL_LINEAGE_FILE, Run, read_run, refuse_different_samples
+from stages.reporting.sections import cost_table, memory_table, plan_settings, trainable_table
+from stages.reporting.tables import markdown
+from tests.damage import damaged_bytes, damaged_tree, quick
+from tests.made_up_runs import made_up_memory, project_params, write_made_up_memory, write_made_up_run
+
+
+def read(run_dir: Path, **options: Any) -> Run:
+    run = read_run(run_dir, identity=("image_id", "truth"), columns=("iou",), **{"trained": False, **options})
+    assert run is not None
+    return run
+
+
+def test_a_trained_run_is_read(tmp_path: Path) -> None:
+    scores = np.array([1 / 3, 2 / 3])
+    run = read(write_made_up_run(tmp_path, "r1-llm-only", scores, params=project_params()), trained=True)
+    assert run.plan is not None
+    assert run.training is not None
+    assert run.columns["iou"].tolist() == scores.tolist()
+    assert run.sample_ids == ("image-000", "image-001")
+    assert (run.plan.recipe, run.training.num_steps) == ("r1-llm-only", 30)
+    assert {figure: curve.steps.tolist() for figure, curve in run.curves.items()} == {
+        "training loss": list(range(1, 31)),
+        "validation loss": [15, 30],
+    }
+    assert [path.name for path in run.examples["worst"]] == ["worst-1.png"]
+
+
+@pytest.mark.parametrize("absent", ["metrics.json", "predictions.parquet"])
+def test_a_run_that_was_not_evaluated_is_none(tmp_path: Path, absent: str) -> None:
+    run_dir = write_made_up_run(tmp_path, "r1-llm-only", [0.5, 0.75])
+    (run_dir / absent).unlink()
+    assert read_run(run_dir, identity=("image_id",), columns=("iou",), trained=False) is None
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "problem"),
+    [
+        ("other", [0.5, 0.6], "has no column iou; it has image_id, "),
+        ("iou", [0.5, float("nan")], "1 of 2 values of iou"),
+        ("iou", ["a", "b"], "is no number"),
+    ],
+)
+def test_a_sample_without_a_score_is_refused(tmp_path: Path, column: str, values: list[Any], problem: str) -> None:
+    run_dir = write_made_up_run(tmp_path, "r1-llm-only", [0.5, 0.6])
+    rows = pq.read_table(run_dir / "predictions.parquet")
+    rows = rows.drop_columns(["iou"]).append_column(column, pa.array(values))
+    pq.write_table(rows, run_dir / "predictions.parquet")
+    with pytest.raises(UserError, match=rf"{problem}.*dvc repro -f -s baseline@r1-llm-only"):
+        read(run_dir)
+
+
+def test_a_flipped_bit_of_a_score_is_refused(tmp_path: Path) -> None:
+    run_dir = write_made_up_run(tmp_path, "r1-llm-only", [0.5, 0.6])
+    path = run_dir / "predictions.parquet"
+    rows, score = pq.read_table(path), np.float64(0.6).tobytes()
+    write_rows(rows.to_pylist(), path, rows.schema)
+    path.write_bytes(path.read_bytes().replace(score, bytes([score[0] ^ 1]) + score[1:]))
+    with pytest.raises(UserError, match=r"is damaged.*dvc repro -f -s baseline@r1-llm-only"):
+        read(run_dir)
+
+
+@pytest.mark.parametrize(
+    "other", [{"image_ids": ["image-001", "image-000"]}, {"truth": (0.1, 0.1, 0.8, 0.8)}, {"ious": [0.5]}]
+)
+def test_different_samples_are_refused(tmp_path: Path, other: dict[str, Any]) -> None:
+    one, two = (read(write_made_up_run(tmp_path, name, [0.5, 0.6])) for name in ("one", "two"))
+    refuse_different_samples([one, two])
+    third = read(write_made_up_run(tmp_path, "other", other.pop("ious", [0.5, 0.6]), **other))
+    with pytest.raises(UserError, match=r"(?s)one, two: 2 samples.*other: [12] samples.*dvc repro baseline@one"):
+        refuse_different_samples([one, two, third])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a trained and evaluated run, with the memory of a stage below its parent."""
+    folder = tmp_path_factory.mktemp("runs")
+    run_dir = write_made_up_run(folder, "r1-llm-only", [0.5, 0.6], params=project_params())
+    write_made_up_memory(folder, "detection", made_up_memory("train", "r1-llm-only"))
+    return run_dir
+
+
+MEMORY = "../report/detection/memory/r1-llm-only/train.json"
+CARD = ("metrics.json", MODEL_LINEAGE_FILE, "predictions.parquet", "plan.yaml", "merge.json", LOSS_CURVE)
+MAKERS = {
+    **dict.fromkeys((*CARD, "training/training.json"), "evaluate@r1-llm-only"),
+    MEMORY: "train@r1-llm-only",
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@given(data=st.data())
+@quick(60)
+def test_a_damaged_file_is_refused_with_its_stage_or_can_be_shown(
+    finished: Path, name: str, data: st.DataObject
+) -> None:
+    path = finished / name
+    good = path.read_bytes()
+    damaged = damaged_bytes(good)
+    if name.endswith((".json", ".yaml")):
+        damaged |= damaged_tree(YAML(typ="safe").load(good)).map(lambda tree: json.dumps(tree).encode())
+    path.write_bytes(data.draw(damaged))
+    try:
+        run = read(finished, trained=True, memory_by_stage={"train@r1-llm-only": finished / MEMORY})
+        for table in (cost_table([run]), memory_table([run]), trainable_table([run])):
+            assert markdown(table).encode()
+        assert run.plan is not None
+        assert plan_settings(run.plan)
+    except UserError as error:
+        assert path.name in error.message
+        assert f"dvc repro -f -s {MAKERS[name]}" in error.message
+    finally:
+        path.write_bytes(good)
