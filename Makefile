@@ -129,7 +129,7 @@ test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
 	@$(offline) $(one_thread) $(python) -m pytest $(in_parallel) $(ARGS)
 
 # Tests that neither train nor starts containers, DVC or many processes.
-quick := core tasks $(addprefix kit/,data evaluation planning reporting) \
+quick := core reporting tasks $(addprefix kit/,data evaluation planning) \
 	$(addsuffix .py,kit/test_statistics test_compare test_docs test_imports test_locks test_pipeline)
 
 # Run the tests that take no training, for the inner loop
