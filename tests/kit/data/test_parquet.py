@@ -38,6 +38,21 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> No
     assert [p.name for p in tmp_path.iterdir()] == ["t.parquet"]
 
 
+def test_sizes_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    """pyarrow would end the process."""
+    path, schema, problems = tmp_path / "t.parquet", pa.schema([("id", pa.string())]), []
+    write_rows([{"id": "a"}, {"id": "b"}], path, schema)
+    good = path.read_bytes()
+    footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
+    for place in range(footer, footer + 64):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 2]) + good[place + 1 :])
+        try:
+            list(read_rows(path))
+        except UserError as error:
+            problems.append(error.message)
+    assert [problem for problem in problems if "histogram size mismatch" in problem]
+
+
 def test_a_value_that_many_rows_share_is_held_but_a_few_times_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
