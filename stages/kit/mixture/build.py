@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -132,23 +132,13 @@ def merge_experts(base_dir: Path, expert_dirs: Mapping[str, Path], folder: Path,
     config = mixture_config(dense, experts=len(expert_dirs), top_k=top_k)
     base, experts = Checkpoint(base_dir), [Checkpoint(path) for path in expert_dirs.values()]
     config.dtype = experts[0]["model.norm.weight"].dtype  # all were merged in the profile's precision
-    base_squares = {"mlp": 0.0, "outside": 0.0}
-    changes = [dict(base_squares) for _ in experts]
 
     def weights(name: str, shape: torch.Size) -> torch.Tensor:
-        """A tensor of the mixture; measures its distance from the base's."""
         if _ZERO.fullmatch(name):
             return torch.zeros(shape, dtype=config.dtype)
-        match = _EXPERT.fullmatch(name)
-        where, source = ("mlp", f"{match['mlp']}.{match['matrix']}") if match else ("outside", name)
-        numbers = [int(match["expert"])] if match else range(len(experts))
-        ours = base[source]
-        if 0 in numbers:  # otherwise the base's has been counted
-            base_squares[where] += _square(ours.float())
-        for number in numbers:
-            theirs = experts[number][source]
-            changes[number][where] += _square(theirs.float() - ours.float())
-        return (theirs if match else ours).to(config.dtype)
+        if match := _EXPERT.fullmatch(name):
+            return experts[int(match["expert"])][f"{match['mlp']}.{match['matrix']}"].to(config.dtype)
+        return base[name].to(config.dtype)
 
     with torch.device("meta"):
         # Tied weights are one parameter, under its first name; save_pretrained leaves out the same ones.
@@ -166,20 +156,12 @@ def merge_experts(base_dir: Path, expert_dirs: Mapping[str, Path], folder: Path,
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     copy_model_files(base_dir, folder, weights=False)
     config.save_pretrained(folder)
-    found = {
-        name: Change(
-            **{
-                where: math.sqrt(change[where] / squares) if squares else math.inf
-                for where, squares in base_squares.items()
-            }
-        )
-        for name, change in zip(expert_dirs, changes, strict=True)
-    }
-    for name, of_expert in found.items():
-        log.info("expert %s changed the MLPs by %.2g of their norm", name, of_expert.mlp)
-        if of_expert.outside:
-            log.warning("expert %s changed all else by %.2g of its norm, which is lost", name, of_expert.outside)
-    return found
+    changes = {name: change_from(base, expert) for name, expert in zip(expert_dirs, experts, strict=True)}
+    for name, change in changes.items():
+        log.info("expert %s changed the MLPs by %.2g of their norm", name, change.mlp)
+        if change.outside:
+            log.warning("expert %s changed all else by %.2g of its norm, which is lost", name, change.outside)
+    return changes
 
 
 class Checkpoint:
@@ -197,6 +179,17 @@ class Checkpoint:
             return file.get_tensor(name)
 
 
-def _square(tensor: torch.Tensor) -> float:
-    flat = tensor.flatten()
-    return torch.dot(flat, flat).item()
+def change_from(base: Checkpoint, expert: Checkpoint) -> Change:
+    mlp = [name for name in expert.path_of if ".mlp." in name]
+    outside = [name for name in expert.path_of if ".mlp." not in name]
+    return Change(mlp=_distance(base, expert, mlp), outside=_distance(base, expert, outside))
+
+
+def _distance(base: Checkpoint, expert: Checkpoint, names: Iterable[str]) -> float:
+    """Norm of the difference of these weights over the norm of the base's; infinite if those are all zero."""
+    moved = norm = 0.0
+    for name in names:
+        ours, theirs = base[name].float(), expert[name].float()
+        moved += (theirs - ours).square().sum().item()
+        norm += ours.square().sum().item()
+    return math.sqrt(moved / norm) if norm else math.inf

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.kit.mixture.build import merge_experts
-from tests.kit.mixture.dense import save_base, save_expert, set_routers
+from tests.kit.mixture.dense import merged, save_base, save_expert, set_routers
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +22,7 @@ def experts(base_dir: Path) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def mixture_dir(base_dir: Path, experts: dict[str, Path]) -> Path:
     """A mixture of the three with top_k 2; its routers are far from balanced."""
-    folder = base_dir.with_name("mixture")
-    folder.mkdir()
+    folder = merged(base_dir, experts, base_dir.with_name("mixture"))
     torch.manual_seed(4)
-    merge_experts(base_dir, experts, folder, top_k=2)
     set_routers(folder, torch.randn(2, 3, 32))
     return folder

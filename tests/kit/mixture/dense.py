@@ -2,13 +2,17 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from stages.core.lineage import read_lineage, write_lineage
+from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation, message
+from stages.kit.mixture.build import merge_experts
+from stages.kit.models.load import load_model
 from tests import ROOT
 
 TOKENIZER_DIR = ROOT / "data/tiny/qwen2-vl"
@@ -54,6 +58,16 @@ def save_expert(
         shutil.copyfile(base_dir / name, folder / name)
     write_lineage(folder, kind="merged", name=folder.name, parents={"base": (base_dir, read_lineage(base_dir))})
     return folder
+
+
+def merged(base_dir: Path, experts: dict[str, Path], folder: Path, *, top_k: int = 2) -> Path:
+    folder.mkdir()
+    merge_experts(base_dir, experts, folder, top_k=top_k)
+    return folder
+
+
+def load(folder: Path, precision: str = "fp32", **options: Any) -> PreTrainedModel:
+    return load_model(folder, device=DeviceParams(kind="cpu"), precision=precision, **options)
 
 
 def conversation(question: str, answer: str = "It is so.") -> Conversation:

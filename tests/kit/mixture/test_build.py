@@ -14,7 +14,7 @@ from stages.core.lineage import read_lineage
 from stages.kit.mixture import build
 from stages.kit.mixture.build import check_lineages, merge_experts
 from stages.kit.models.folders import check_model_folder
-from tests.kit.mixture.dense import save_base, save_expert, set_routers
+from tests.kit.mixture.dense import merged, save_base, save_expert, set_routers
 
 TOKENS = torch.arange(3, 60)[None]
 
@@ -31,12 +31,6 @@ def logits(folder_or_model: Path | PreTrainedModel) -> torch.Tensor:
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
-def merged(base_dir: Path, experts: dict[str, Path], folder: Path, **options: Any) -> Path:
-    folder.mkdir()
-    merge_experts(base_dir, experts, folder, **{"top_k": 2, **options})
-    return folder
 
 
 @pytest.mark.parametrize(("count", "top_k", "tied"), [(2, 2, True), (5, 3, False)])

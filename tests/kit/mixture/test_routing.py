@@ -7,31 +7,17 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
-from stages.core.params.schema import DeviceParams
-from stages.kit.mixture.build import merge_experts
 from stages.kit.mixture.certificate import TOLERANCE, BuildCertificate, Change
 from stages.kit.mixture.routing import measure_domains
-from stages.kit.models.load import load_model
 from stages.kit.models.prompts import load_processor
-from tests.kit.mixture.dense import conversation, save_expert
+from tests.kit.mixture.dense import conversation, load, merged, save_expert
 from tests.made_up_records import BUILD_CERTIFICATE
 
 PROBES = {
     "a": [conversation("What is a lake?"), conversation("Is it deep?", "Đúng vậy.")],
     "b": [conversation("meeting : so then we said 1 2 3 4 5 6 7 8 9")],
 }
-
-
-def load(folder: Path, precision: str = "fp32") -> PreTrainedModel:
-    return load_model(folder, device=DeviceParams(kind="cpu"), precision=precision).eval()
-
-
-def mixture_of(base_dir: Path, experts: dict[str, Path], folder: Path) -> Path:
-    folder.mkdir()
-    merge_experts(base_dir, experts, folder, top_k=2)
-    return folder
 
 
 def certificate(built_dir: Path, experts: dict[str, Path], precision: str = "fp32") -> BuildCertificate:
@@ -54,7 +40,7 @@ def two(experts: dict[str, Path]) -> dict[str, Path]:
 def test_each_expert_is_in_the_mixture_unchanged(
     base_dir: Path, two: dict[str, Path], tmp_path: Path, precision: str
 ) -> None:
-    found = certificate(mixture_of(base_dir, two, tmp_path / "m"), two, precision)
+    found = certificate(merged(base_dir, two, tmp_path / "m"), two, precision)
     for name, domain in found.domains.items():
         assert domain.forced_deviation < TOLERANCE[precision] / 2
         assert domain.probes == len(PROBES[name])
@@ -66,7 +52,7 @@ def test_each_expert_is_in_the_mixture_unchanged(
 
 
 def test_a_changed_expert_fails_the_certificate(base_dir: Path, two: dict[str, Path], tmp_path: Path) -> None:
-    folder = mixture_of(base_dir, two, tmp_path / "m")
+    folder = merged(base_dir, two, tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.experts.1.down_proj.weight"] *= 0.99
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -81,7 +67,7 @@ def test_a_change_outside_the_mlps_does_not_fail_the_certificate(
     base_dir: Path, two: dict[str, Path], tmp_path: Path
 ) -> None:
     moved = {**two, "b": save_expert(tmp_path / "b", base_dir, seed=2, outside=0.05)}
-    found = certificate(mixture_of(base_dir, moved, tmp_path / "m"), moved)
+    found = certificate(merged(base_dir, moved, tmp_path / "m"), moved)
     assert found.domains["a"].forced_deviation < 1e-5 < 0.05 < found.domains["b"].forced_deviation
     assert len(found.problems()) == 1
     assert replace(found, changes={**found.changes, "b": Change(mlp=1, outside=0.1)}).problems() == []
