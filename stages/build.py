@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from transformers import PreTrainedModel
 
 from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import short, verified_lineage
@@ -26,6 +26,9 @@ from stages.kit.mixture.build import build_mixture
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import gpus_in_use, load_model, see_only
 from stages.kit.planning.memory_use import MemoryLog
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("stages")
 

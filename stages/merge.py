@@ -19,10 +19,9 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from transformers import PreTrainedModel
 
 from stages.core.errors import configure_logging
 from stages.core.lineage import require_base, short
@@ -38,6 +37,9 @@ from stages.kit.models.prompts import load_processor, takes
 from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.kit.planning.plan import read_plan
 from stages.kit.training.records import TrainingRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("stages")
 

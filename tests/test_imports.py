@@ -4,11 +4,13 @@ The layers themselves are contracts of import-linter, in pyproject.toml. To it a
 one like any other, and those are just what keeps these modules fast.
 """
 
+import ast
 import json
 import subprocess
 import sys
 
 from tests import ROOT
+from tests.closure import parsed
 
 TASKS = sorted(path.parent.name for path in (ROOT / "stages/tasks").glob("*/report.py"))
 HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "matplotlib.pyplot")
@@ -69,6 +71,14 @@ def heavy_imports(modules: list[str]) -> dict[str, list[str]]:
 
 def test_what_must_start_at_once_imports_nothing_heavy() -> None:
     assert heavy_imports([module for name in FAST for module in modules_below(name)]) == {}
+
+
+def test_a_stage_prepares_its_process_before_it_imports_anything_heavy() -> None:
+    """Importing `stages.core` prepares it; imports are sorted, those of other packages first."""
+    for path in (ROOT / "stages").glob("*.py"):
+        names = [node.module or "" for node in parsed(path).body if isinstance(node, ast.ImportFrom)]
+        names += [name.name for node in parsed(path).body if isinstance(node, ast.Import) for name in node.names]
+        assert not {name.partition(".")[0] for name in names} & {*HEAVY}, path
 
 
 def test_the_launcher_imports_little_beside_the_standard_library() -> None:

@@ -9,7 +9,7 @@ network, and read the checkout in the working directory. A user's fault raises s
 Does r1-llm-only fit a card of 24 GB, and how is it run there?
 
     >>> answer = predict_memory("r1-llm-only", profile="qwen2-vl-7b-48gb", gpu=24)
-    >>> answer.memory.verdict, answer.memory.total_gib < answer.memory.usable_gib
+    >>> answer.memory.verdict, answer.memory.prediction.total_bytes < answer.memory.usable_bytes
     ('fits', True)
     >>> print(answer.command)
     dvc exp run --temp -S profile=qwen2-vl-7b-48gb -S profiles.qwen2-vl-7b-48gb.device.memory_gb=24 evaluate@r1-llm-only
@@ -33,7 +33,7 @@ Is it better than its base, and which is best?
     Model ...
 
 Importing this is quick; the first call loads torch or numpy. Like every module below `stages` it sets
-TORCHDYNAMO_DISABLE=1 if that is not set (stages/__init__.py), which switches torch.compile off.
+TORCHDYNAMO_DISABLE=1 if that is not set (stages/core/__init__.py), which switches torch.compile off.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def predict_memory(
     profile: of params.yaml; None for the active one.
     gpu: a size in GB, as cards are sold, or a card by name: 24, "24GB", "RTX 3090"; None for the profile's own device.
     changes: `KEY.KEY=VALUE`, in place of values of params.yaml.
-    Returns tools/plan.py's RecipeMemory, which `make plan JSON=1` prints; amounts are in GiB.
+    Returns tools/plan.py's RecipeMemory, which `make plan JSON=1` prints.
     Raises UserError for an unknown recipe, profile or card, for a base of unknown geometry, and for a GPU if the
     profile runs on a CPU.
     """

@@ -53,7 +53,7 @@ def test_other_errors_are_no_full_disk(error: Exception) -> None:
 
 
 def test_ctrl_c_while_a_process_starts_ends_it_without_a_traceback() -> None:
-    code = "import os, signal, time, stages; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+    code = "import os, signal, time, stages.core; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "interrupted\n")
 
