@@ -112,15 +112,15 @@ class MemoryLog:
 
 
 class GpuUse:
-    """Utilization and power of GPUs within the block, as NVML reports them; a thread samples them.
+    """Utilization, power and energy of GPUs within the block, as NVML reports them; a thread samples them.
 
-    Empty on a CPU and where NVML does not report them. A resumed training counts from where it was resumed.
+    Nothing on a CPU and where NVML does not report them. A resumed training counts from where it was resumed.
     """
 
     def __init__(self, gpus: Sequence[int]) -> None:
         self._gpus = gpus
-        self._samples: list[tuple[float, float, float]] = []
-        """Seconds since the sample before, mean utilization from 0 to 1, watts of all GPUs."""
+        self._seconds = self._busy_seconds = self._joules = 0.0
+        """Sampled time, the part of it in which a kernel ran, averaged over GPUs, and the energy of all GPUs."""
         self._ended = Event()
         self._thread = Thread(target=self._sample, daemon=True)
 
@@ -134,21 +134,14 @@ class GpuUse:
         if self._gpus:
             self._thread.join()
 
-    def latest(self) -> dict[str, float]:
-        """The last sample, for the log of a step."""
-        return {"gpu_utilization": self._samples[-1][1], "gpu_watts": self._samples[-1][2]} if self._samples else {}
-
     def totals(self) -> dict[str, Any]:
         """Mean utilization and power, and the energy that they add up to."""
-        seconds = sum(sample[0] for sample in self._samples)
-        if not seconds:
+        if not self._seconds:
             return {}
-        utilization, joules = (sum(sample[0] * sample[each] for sample in self._samples) for each in (1, 2))
-        watts = joules / seconds
         return {
-            "gpu_utilization": round(utilization / seconds, 4),
-            "gpu_watts": round(watts, 1),
-            "gpu_kwh": round(joules / 3.6e6, 6),
+            "gpu_utilization": round(self._busy_seconds / self._seconds, 4),
+            "gpu_watts": round(self._joules / self._seconds, 1),
+            "gpu_kwh": round(self._joules / 3.6e6, 6),
         }
 
     def _sample(self) -> None:
@@ -164,7 +157,9 @@ class GpuUse:
                 log.info("NVML reports no utilization and power of the GPU: %s", error)
                 return
             before, elapsed = (now := time.monotonic()), now - before
-            self._samples.append((elapsed, utilization, watts))
+            self._seconds += elapsed
+            self._busy_seconds += elapsed * utilization
+            self._joules += elapsed * watts
 
 
 def cpu_reading() -> Reading:

@@ -160,10 +160,6 @@ class RecipeTrainer(ResumableTrainer):
             control.should_save = False  # what resumes from here would go on
         return metrics
 
-    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Trainer's, with the GPU's utilization and power for Weights & Biases; nothing more on a CPU."""
-        super().log({**logs, **self.gpu_use.latest()}, *args, **options)
-
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Trainer's own visits every parameter in each micro-batch, for a figure that nothing shows."""
         return 0
