@@ -160,7 +160,8 @@ def memory_metrics(run_dir: Path) -> dict[str, float]:
     if training.attempt:
         return {}
     planned = MemoryRecord.read(run_dir / "memory.json", fix=rebuild(f"plan@{run_dir.name}"))
-    return beside_measured(planned, training.peak_memory_bytes, on_cpu=training.memory_kind == "cpu_allocated")
+    on_cpu = training.memory_kind == "cpu_allocated"
+    return beside_measured(planned.prediction, training.peak_memory_bytes, on_cpu=on_cpu)
 
 
 if __name__ == "__main__":

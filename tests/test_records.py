@@ -59,7 +59,8 @@ def use_plan(path: Path) -> None:
 
 
 def use_memory(path: Path) -> None:
-    assert beside_measured(MemoryRecord.read(path, fix="dvc repro plan@r1"), 2**30, on_cpu=True)
+    record = MemoryRecord.read(path, fix="dvc repro plan@r1")
+    assert beside_measured(record.prediction, 2**30, on_cpu=True)
 
 
 def use_lineage(path: Path) -> None:

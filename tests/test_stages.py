@@ -92,9 +92,9 @@ def test_the_predicted_memory_is_the_measured_one(finished: Path) -> None:
         run_dir = finished / "data/runs" / recipe
         planned, metrics = read(run_dir / "memory.json"), read(run_dir / "metrics.json")
         measured_bytes = read(run_dir / "training/training.json")["peak_memory_bytes"]
-        assert (planned["verdict"], planned["usable_gib"], planned["changes"]) == ("fits", None, [])
-        assert sum(planned["budget_gib"].values()) == pytest.approx(planned["total_gib"], abs=1e-5)
-        assert metrics["memory_predicted_gib"] == planned["allocated_gib"]
+        assert (planned["verdict"], planned["usable_bytes"], planned["changes"]) == ("fits", None, [])
+        predicted_bytes = planned["prediction"]["allocated_bytes"]
+        assert metrics["memory_predicted_gib"] == pytest.approx(predicted_bytes / 2**30, abs=1e-6)
         assert metrics["memory_measured_gib"] == pytest.approx(measured_bytes / 2**30, abs=1e-6)
         assert abs(metrics["memory_error"]) < 0.01, recipe
 
@@ -296,9 +296,10 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_or_lowered(worksp
     set_fit("off", 0.001)
     done("plan", "r1-llm-only")
     record = read(run_dir / "memory.json")
-    assert (record["verdict"], record["changes"], record["calibration"]) == ("does not fit", [], "assumed")
+    assert (record["verdict"], record["changes"]) == ("does not fit", [])
+    assert record["prediction"]["calibration"] == "assumed"
     # Just too little for the plan as it is, even at the lower end of what is expected.
-    set_fit("auto", record["low_gib"] / (usable_bytes(1) / 2**30) * 0.9999)
+    set_fit("auto", record["prediction"]["low_bytes"] / usable_bytes(1) * 0.9999)
     done("plan", "r1-llm-only")
     assert read(run_dir / "memory.json")["changes"] == ["micro_batch 2 -> 1", "grad_accumulation 2 -> 4"]
     schedule = YAML(typ="safe").load(run_dir / "plan.yaml")["schedule"]

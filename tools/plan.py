@@ -33,7 +33,7 @@ from stages.kit.models.folders import GEOMETRIES_DIR
 from stages.kit.planning.cards import named_card
 from stages.kit.planning.disk import DiskUse, disk_use
 from stages.kit.planning.ladder import settings
-from stages.kit.planning.prediction import MemoryRecord, gib_text, in_gib
+from stages.kit.planning.prediction import MemoryRecord, gib_text
 from stages.reporting.tables import Column, Table, terminal_table
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ GPU_SIZES = "16, 24, 40, 48, 80"
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeMemory:
-    """Predicted memory and time of a recipe; amounts in GiB, of one device."""
+    """Predicted memory and time of a recipe, of one device."""
 
     recipe: str
     profile: str
@@ -67,7 +67,7 @@ class RecipeMemory:
     or "unknown" if the profile does not give the GPU's size."""
     cheapest: dict[str, Any] | None
     """The first plan down the ladder that fits; else the first that might; else the last: its changes, settings,
-    verdict and total_gib. None if the plan fits as it is, or the device is unknown."""
+    verdict and total_bytes. None if the plan fits as it is, or the device is unknown."""
     evaluation_batch_size: int
     disk: DiskUse
     duration: Duration | None
@@ -81,7 +81,7 @@ class RecipeMemory:
         def facts(of: RecipeMemory) -> dict[str, str]:
             time = next(iter(of.duration.hours.items()), None) if of.duration else None
             return {
-                "GiB": f"{of.memory.total_gib:.2f}",
+                "GiB": gib_text(of.memory.prediction.total_bytes),
                 "trainable": f"{of.trainable:,}",
                 **({f"time on {time[0]}": time_text(time[1])} if time else {}),
                 "verdict": of.memory.verdict,
@@ -241,9 +241,8 @@ class Predictions:
         lines = fit.prediction.lines(fit.capacity_bytes)
         changed: dict[str, Any] | None = None
         if fit.verdict not in (None, "fits"):
-            total_gib = in_gib(cheapest.prediction.total_bytes)
             changed = {"changes": cheapest.changes, "settings": settings(cheapest.plan), "verdict": cheapest.verdict}
-            changed["total_gib"] = total_gib
+            changed["total_bytes"] = cheapest.prediction.total_bytes
             lines.append(advice(cheapest))
         verdict = evaluation.verdict or "unknown"
         lines.append(f"evaluation  {gib_text(evaluation.prediction.total_bytes)} GiB, {batch_size} at once: {verdict}")

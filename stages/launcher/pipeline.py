@@ -323,5 +323,5 @@ def host_gib(request: Request) -> float:
         with suppress(UserError):
             path = runs_dir / request.name / "memory.json"
             record = MemoryRecord.read(path, fix=rebuild(f"plan@{request.name}"))
-            gib += processes * (record.total_gib if stage == "train" else record.evaluation_gib)
+            gib += processes * (record.prediction.total_bytes if stage == "train" else record.evaluation_bytes) / GIB
     return MARGIN * gib

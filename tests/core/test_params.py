@@ -3,7 +3,6 @@
 import copy
 import io
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -198,9 +197,7 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({f"{R2}.quantization": "nf4"}, f"{R2}.quantization: "),
         ({f"{R1}.part_learning_rates": {"vision": 1.0}}, f"{R1}.part_learning_rates.vision: set"),
         ({"recipes.gate.full_targets.vision": ["attn"]}, "recipes.gate.full_targets.vision: set"),
-        ({f"{R1}.validation": {"samples": 0}}, f"{R1}.validation.samples: "),
         ({f"{R1}.validation": {"every_steps": 0}}, f"{R1}.validation.every_steps: "),
-        ({f"{R1}.early_stopping": {"patience": 0}}, f"{R1}.early_stopping.patience: "),
         ({f"{R1}.keep": "best", f"{R1}.validation": None}, f"{R1}.keep: chooses by validations"),
         (
             {f"{R1}.early_stopping": {"patience": 3}, f"{R1}.validation": {"by": "score", "score_samples": 0}},
@@ -271,8 +268,6 @@ def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], p
     ("put", "problem"),
     [
         (lambda path: path.symlink_to("/etc/passwd"), "leads out of"),
-        (lambda path: path.symlink_to(path), "leads out of|cannot be read"),
-        (os.mkfifo, "is no plain file"),
         (lambda path: None, "is missing; run from the top"),
         (lambda path: path.write_bytes(SHIPPED.read_bytes() + b"#" * 2**18), "more than 256 KiB"),
     ],

@@ -128,7 +128,7 @@ def test_bytes_are_compared_after_a_second_training_and_after_a_kill(
         run_dir = folder / "data/runs/r1-llm-only"
         (run_dir / "training").mkdir(parents=True, exist_ok=True)
         for name, fields in {
-            "memory": {"allocated_gib": 1.0},
+            "memory": {"prediction": {"allocated_bytes": 2**30}},
             "merge": {"logit_deviation": 0.0},
             "training/training": {"final_loss": 1.0, "peak_memory_bytes": 2**30},
         }.items():

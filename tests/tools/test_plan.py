@@ -153,7 +153,7 @@ def test_json_has_the_same_fields_and_the_batch_size_auto_is_what_fits(workspace
     assert "4.00 GiB, 16 at once: fits" in answer(*on_gpu("r1-llm-only", "--gpu", "6"))
     found = json.loads(answer(*on_gpu("r1-llm-only", "--gpu", "8", "--json")))
     assert (found["recipe"], found["profile"], found["memory_gb"]) == ("r1-llm-only", GPU_PROFILE, 8)
-    assert (found["memory"]["verdict"], found["memory"]["total_gib"]) == ("does not fit", 16)
+    assert (found["memory"]["verdict"], found["memory"]["prediction"]["total_bytes"]) == ("does not fit", 2**34)
     assert (found["cheapest"]["verdict"], found["cheapest"]["settings"]["micro_batch"]) == ("fits", "4")
     assert found["disk"]["merged_bytes"] > found["disk"]["trained_bytes"] > 0
     assert found["command"] == command(answer(*on_gpu("r1-llm-only", "--gpu", "8")))

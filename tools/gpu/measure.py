@@ -430,7 +430,7 @@ def run_recipe(device: str, *, recipe: str, memory: Mapping[str, Any]) -> dict[s
     return {
         "loss": training["final_loss"],
         "peak_bytes": training["peak_memory_bytes"],
-        "error": read["memory"]["allocated_gib"] * 2**30 / training["peak_memory_bytes"] - 1,
+        "error": read["memory"]["prediction"]["allocated_bytes"] / training["peak_memory_bytes"] - 1,
         "logit_deviation": read["merge"]["logit_deviation"],
         "all_s": round(time.monotonic() - began, 1),
         "same_bytes_twice": digests[0] == digests[1],

@@ -14,7 +14,7 @@ from stages.kit.memory.calibration import ASSUMED, load_calibration
 from stages.kit.planning.cards import cards_for
 from stages.kit.planning.ladder import MAX_BATCH_SIZE, assumed_time, changes_between, climbs, rungs
 from stages.kit.planning.plan import Plan
-from stages.kit.planning.prediction import MemoryRecord, Prediction, Verdict, all_in_gib, gib_text, in_gib
+from stages.kit.planning.prediction import MemoryRecord, Prediction, Verdict, gib_text
 
 Predict: TypeAlias = Callable[[Plan], Prediction]
 
@@ -51,20 +51,14 @@ class Fit:
 
     def record(self, evaluation: Fit) -> MemoryRecord:
         """evaluation: how the same plan's evaluation fits."""
-        prediction, device = self.prediction, self.plan.device
-        amounts = ("allocated", "reserved", "total", "low", "high")
-        of_this_machine = device.kind == "cpu" and device.memory_gb is None
+        of_this_machine = self.plan.device.kind == "cpu" and self.plan.device.memory_gb is None
         return MemoryRecord(
             verdict=self.verdict or "unknown",
-            **{f"{amount}_gib": in_gib(getattr(prediction, f"{amount}_bytes")) for amount in amounts},
-            usable_gib=None if self.capacity_bytes is None or of_this_machine else in_gib(self.capacity_bytes),
-            peak_phase=prediction.peak_phase,
-            phases_gib=all_in_gib(prediction.phases),
-            budget_gib=all_in_gib(prediction.budget),
-            calibration=prediction.calibration,
+            prediction=self.prediction,
+            usable_bytes=None if of_this_machine else self.capacity_bytes,
             changes=list(self.changes),
             evaluation_verdict=evaluation.verdict or "unknown",
-            evaluation_gib=in_gib(evaluation.prediction.total_bytes),
+            evaluation_bytes=evaluation.prediction.total_bytes,
         )
 
 

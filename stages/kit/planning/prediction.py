@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -22,24 +21,25 @@ BUDGET: tuple[Budget, ...] = get_args(Budget)
 what torch's allocator keeps beyond what is requested of it, CUDA's context and the workspaces of its libraries."""
 
 Verdict = Literal["fits", "too close", "does not fit"]
-Name = TypeVar("Name", bound=str)
+
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Prediction:
-    allocated_bytes: int
+    allocated_bytes: Bytes
     """Peak of all tensors, as torch.cuda.max_memory_allocated counts it."""
-    reserved_bytes: int
+    reserved_bytes: Bytes
     """Peak of what torch takes from the device for them, as torch.cuda.max_memory_reserved counts it."""
-    total_bytes: int
+    total_bytes: Bytes
     """Everything that the process holds on the device, as nvidia-smi shows it."""
-    low_bytes: int
-    high_bytes: int
+    low_bytes: Bytes
+    high_bytes: Bytes
     """The interval that the total is expected in."""
     peak_phase: Phase
-    phases: dict[Phase, int]
-    """The peak of the allocated bytes in each phase."""
-    budget: dict[Budget, int]
+    phases: dict[Phase, Bytes]
+    """The peak of the allocated bytes in each phase; a generation has no backward and no step."""
+    budget: dict[Budget, Bytes]
     """The total by category at the peak: sums to total_bytes."""
     calibration: str
     """Source of the constants, e.g. "NVIDIA H200, 2026-12-01"; or "assumed"."""
@@ -77,40 +77,36 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MemoryRecord(Record):
-    """data/runs/RECIPE/memory.json: a prediction as metrics that experiments are compared by; amounts in GiB."""
+    """data/runs/RECIPE/memory.json: whether a plan fits the profile's device."""
 
     verdict: str
-    """For the profile's device; "unknown" for a GPU whose size the profile does not give."""
-    allocated_gib: float
-    reserved_gib: float
-    total_gib: float
-    low_gib: float
-    high_gib: float
-    usable_gib: float | None
+    """"unknown" for a GPU whose size the profile does not give."""
+    prediction: Prediction
+    usable_bytes: Bytes | None
     """None if the profile does not give it: a CPU's capacity is the machine's own memory, but the record is the same
     on every machine."""
-    peak_phase: Phase
-    phases_gib: Annotated[dict[Phase, float], Field(min_length=len(PHASES))]
-    budget_gib: dict[Budget, float]
-    calibration: str
     changes: list[str]
     """Settings that memory.fit changed."""
     evaluation_verdict: str
-    evaluation_gib: float
+    evaluation_bytes: Bytes
     """Total of the evaluation at its own batch size, on one device."""
 
+    def faults(self) -> dict[str, str]:
+        missing = [phase for phase in PHASES if phase not in self.prediction.phases]
+        return {f"prediction.phases.{phase}": "missing" for phase in missing}
 
-def beside_measured(record: MemoryRecord, measured_bytes: int, *, on_cpu: bool) -> dict[str, float]:
+
+def beside_measured(prediction: Prediction, measured_bytes: int, *, on_cpu: bool) -> dict[str, float]:
     """Metrics: predicted and measured peak of all tensors, and the relative error.
 
     On a CPU the two passes are measured, and not the optimizer's step (`cpu_peak` in internals/torch_internals.py).
     """
-    passes = max(record.phases_gib["forward"], record.phases_gib["backward"])
-    predicted_gib, measured_gib = passes if on_cpu else record.allocated_gib, in_gib(measured_bytes)
+    passes = max(prediction.phases["forward"], prediction.phases["backward"])
+    predicted_bytes = passes if on_cpu else prediction.allocated_bytes
     return {
-        "memory_predicted_gib": predicted_gib,
-        "memory_measured_gib": measured_gib,
-        "memory_error": round(predicted_gib / measured_gib - 1, 4),
+        "memory_predicted_gib": in_gib(predicted_bytes),
+        "memory_measured_gib": in_gib(measured_bytes),
+        "memory_error": round(predicted_bytes / measured_bytes - 1, 4),
     }
 
 
@@ -121,7 +117,3 @@ def gib_text(num_bytes: int) -> str:
 def in_gib(num_bytes: int) -> float:
     """To the nearest kB, so that a tiny model's sizes are not rounded to 0."""
     return round(num_bytes / GIB, 6)
-
-
-def all_in_gib(sizes: Mapping[Name, int]) -> dict[Name, float]:
-    return {name: in_gib(size) for name, size in sizes.items()}
