@@ -26,7 +26,7 @@ from tests.damage import at, damaged_text, damaged_tree, quick
 SHIPPED = ROOT / "params.yaml"
 RAW: dict[str, Any] = YAML(typ="safe").load(SHIPPED)
 R1, R2, TINY = "recipes.r1-llm-only", "recipes.r2-vision-only", "profiles.tiny"
-DATASETS, MIXTURE = f"{TINY}.datasets", "builds.mixture"
+DATASETS, BUILD, LABELS = f"{TINY}.datasets", "builds.moe", "recipes.moe-gate-labels"
 
 
 def load(raw: Any, tmp_path: Path) -> Params:
@@ -42,22 +42,8 @@ def refusal(raw: Any, tmp_path: Path) -> str:
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
-    """The shipped file with other values at dotted paths, and with more entries: two datasets and their mix; a build of
-    two recipes, a recipe and a baseline that start from it; a recipe that labels its routers, and one after that."""
+    """The shipped file with other values at dotted paths."""
     raw: dict[str, Any] = copy.deepcopy(RAW)
-    datasets = raw["profiles"]["tiny"]["datasets"]
-    datasets |= {name: {"task": "moe", "source": f"folder:{name}"} for name in ("one", "other")}
-    datasets["both"] = {"task": "moe", "source": "mix", "mix": {"one": 4, "other": None}}
-    experts = [{"recipe": "r1-llm-only", "domain": "tables"}, {"recipe": "r2-vision-only", "domain": "prices"}]
-    raw["builds"]["mixture"] = {"task": "detection", "base": "bases/vlm", "experts": experts}
-    r1 = raw["recipes"]["r1-llm-only"]
-    gate = {**r1, "parts": {"llm": "full"}, "full_targets": {"llm": ["mlp.gate"]}, "lora": None, "quantization": "none"}
-    raw["recipes"] |= {
-        "after": {**copy.deepcopy(r1), "base": "builds/mixture"},
-        "labels": {**copy.deepcopy(gate), "base": "builds/mixture", "loss": "router-labels"},
-        "gate": {**gate, "base": "runs/labels/merged"},
-    }
-    raw["baselines"]["base-mixture"] = {**raw["baselines"]["base-vlm"], "base": "builds/mixture"}
     for path, value in changes.items():
         *above, key = path.split(".")
         at(raw, tuple(int(step) if step.isdigit() else step for step in above))[key] = value
@@ -84,15 +70,17 @@ def test_dvc_writes_a_variant_that_is_read_again(tmp_path: Path) -> None:
     assert load_params(path) == replace(load_params(SHIPPED), seed=7)
 
 
-def test_what_recipes_and_builds_are_made_of_is_found(tmp_path: Path) -> None:
-    params = load(changed({}), tmp_path)
-    bases = [params.recipe(name).base for name in ("after", "gate", "r1-llm-only")]
-    assert [made_by(base) for base in bases] == ["build@mixture", "merge@labels", "base@vlm"]
-    assert params.subject("base-mixture").base == params.root("after") == params.root("gate") == "builds/mixture"
-    assert params.domains("labels") == params.domains("gate") == ("tables", "prices")
+def test_what_recipes_and_builds_are_made_of_is_found() -> None:
+    params = load_params(SHIPPED)
+    bases = [params.recipe(name).base for name in ("moe-gate-labels", "moe-gate", "r1-llm-only")]
+    assert [made_by(base) for base in bases] == ["build@moe", "merge@moe-gate-labels", "base@vlm"]
+    assert (
+        params.subject("base-moe").base == params.root("moe-gate-labels") == params.root("moe-finetune") == "builds/moe"
+    )
+    assert params.domains("moe-gate-labels") == params.domains("moe-gate") == ("truthfulqa", "qmsum")
     assert params.domains("r1-llm-only") == ()
-    assert resolve_plan(params, "labels", train_samples=16).domains == ("tables", "prices")
-    assert resolve_plan(params, "gate", train_samples=16).domains == ()
+    assert resolve_plan(params, "moe-gate-labels", train_samples=16).domains == ("truthfulqa", "qmsum")
+    assert resolve_plan(params, "moe-gate", train_samples=16).domains == ()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +160,7 @@ def test_a_tracked_project_is_a_short_name_without_control_characters(project: s
     assert "\n  tracking.project: string should " in refusal(changed({"tracking.project": project}), tmp_path)
 
 
-NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
+NO_DOMAINS = [{"recipe": "moe-expert-truthfulqa"}, {"recipe": "moe-expert-qmsum"}]
 SHARDED = {f"{TINY}.memory.placement": "sharded"}
 
 
@@ -182,7 +170,7 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({"profile": "tinny"}, "profile: no profile is called 'tinny' (did you mean 'tiny'?)"),
         ({f"{R1}.base": "bases/vml"}, f"{R1}.base: no profile has a base 'vml' (did you mean 'vlm'?)"),
         ({f"{R1}.base": "runs/r1-lm/merged"}, f"{R1}.base: no recipe is called 'r1-lm'"),
-        ({f"{MIXTURE}.base": "bases/vml"}, f"{MIXTURE}.base: "),
+        ({f"{BUILD}.base": "bases/vml"}, f"{BUILD}.base: "),
         ({f"{R1}.data": "tables"}, f"{R1}.data: no profile has a dataset 'tables'"),
         ({f"{R1}.base": "runs/r1-llm-only/merged"}, f"{R1}.base: forms a cycle: r1-llm-only -> r1-llm-only"),
         (
@@ -196,7 +184,7 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({"recipes.r4-joint.parts.vision": "frozen"}, "recipes.r4-joint.lora.targets.vision: set"),
         ({f"{R2}.quantization": "nf4"}, f"{R2}.quantization: "),
         ({f"{R1}.part_learning_rates": {"vision": 1.0}}, f"{R1}.part_learning_rates.vision: set"),
-        ({"recipes.gate.full_targets.vision": ["attn"]}, "recipes.gate.full_targets.vision: set"),
+        ({f"{LABELS}.full_targets.vision": ["attn"]}, f"{LABELS}.full_targets.vision: set"),
         ({f"{R1}.validation": {"every_steps": 0}}, f"{R1}.validation.every_steps: "),
         ({f"{R1}.keep": "best", f"{R1}.validation": None}, f"{R1}.keep: chooses by validations"),
         (
@@ -235,26 +223,38 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ),
         ({f"{TINY}.evaluation.engine": "vllm", "models": {"keep_merged": False}}, f"{TINY}.evaluation.engine: "),
         # Mixes
-        ({f"{DATASETS}.both.mix": None}, f"{DATASETS}.both.mix: missing"),
-        ({f"{DATASETS}.both.source": "folder:x"}, f"{DATASETS}.both.mix: set"),
-        ({f"{DATASETS}.both.limit": {"train": 3}}, f"{DATASETS}.both.limit: set"),
-        ({f"{DATASETS}.both.splits": {"test": "*.txt"}}, f"{DATASETS}.both.splits: not for a mix"),
+        ({f"{DATASETS}.both-domains.mix": None}, f"{DATASETS}.both-domains.mix: missing"),
+        ({f"{DATASETS}.both-domains.source": "folder:x"}, f"{DATASETS}.both-domains.mix: set"),
+        ({f"{DATASETS}.both-domains.limit": {"train": 3}}, f"{DATASETS}.both-domains.limit: set"),
+        ({f"{DATASETS}.both-domains.splits": {"test": "*.txt"}}, f"{DATASETS}.both-domains.splits: not for a mix"),
         ({f"{DATASETS}.visempar.splits": {"tset": "*.txt"}}, "splits.tset: unknown key (did you mean 'test'?)"),
         ({"scored": "test"}, "scored: is test, but no dataset of profiles.tiny has files below splits.test"),
-        ({f"{DATASETS}.both.mix": {"ohter": 3}}, "both.mix.ohter: the profile has no such dataset (did you mean"),
-        ({f"{DATASETS}.both.mix": {"nutrition-tables": 3}}, "has the task detection, this one moe"),
+        (
+            {f"{DATASETS}.both-domains.mix": {"qmsm": 3}},
+            "both-domains.mix.qmsm: the profile has no such dataset (did you mean",
+        ),
+        ({f"{DATASETS}.both-domains.mix": {"nutrition-tables": 3}}, "has the task detection, this one moe"),
         # Builds
-        ({f"{MIXTURE}.experts.1.recipe": "r1"}, f"{MIXTURE}.experts: no recipe is called 'r1'"),
-        ({f"{MIXTURE}.experts.1.recipe": "r1-llm-only"}, "experts: r1-llm-only is named more than once"),
-        ({f"{MIXTURE}.experts.1.domain": None}, f"{MIXTURE}.experts: some have a `domain`"),
-        ({f"{MIXTURE}.experts.1.recipe": "after"}, "after comes from builds/mixture, not from bases/vlm"),
-        ({f"{MIXTURE}.experts.1.recipe": "after"}, "after.base: forms a cycle: after -> builds/mixture -> after"),
-        ({f"{MIXTURE}.top_k": 3}, f"{MIXTURE}.top_k: 3, though there are 2 experts"),
-        ({f"{MIXTURE}.task": "amr"}, f"{MIXTURE}.experts: r1-llm-only has the task detection, not amr"),
+        ({f"{BUILD}.experts.1.recipe": "r1"}, f"{BUILD}.experts: no recipe is called 'r1'"),
+        (
+            {f"{BUILD}.experts.1.recipe": "moe-expert-truthfulqa"},
+            "experts: moe-expert-truthfulqa is named more than once",
+        ),
+        ({f"{BUILD}.experts.1.domain": None}, f"{BUILD}.experts: some have a `domain`"),
+        (
+            {f"{BUILD}.experts.1.recipe": "moe-gate-labels"},
+            "moe-gate-labels comes from builds/moe, not from bases/dense",
+        ),
+        (
+            {f"{BUILD}.experts.1.recipe": "moe-gate-labels"},
+            f"{LABELS}.base: forms a cycle: moe-gate-labels -> builds/moe -> moe-gate-labels",
+        ),
+        ({f"{BUILD}.top_k": 3}, f"{BUILD}.top_k: 3, though there are 2 experts"),
+        ({f"{BUILD}.task": "amr"}, f"{BUILD}.experts: moe-expert-truthfulqa has the task moe, not amr"),
         # Router labels
-        ({f"{MIXTURE}.experts": NO_DOMAINS}, "recipes.labels.base: goes back to builds/mixture"),
-        ({"recipes.labels.full_targets": {}}, "recipes.labels.full_targets: "),
-        ({"recipes.labels.full_targets.llm": ["mlp.gate", "norm"]}, "recipes.labels.full_targets: "),
+        ({f"{BUILD}.experts": NO_DOMAINS}, f"{LABELS}.base: goes back to builds/moe"),
+        ({f"{LABELS}.full_targets": {}}, f"{LABELS}.full_targets: "),
+        ({f"{LABELS}.full_targets.llm": ["mlp.gate", "norm"]}, f"{LABELS}.full_targets: "),
         # Predictions
         ({"predictions.example-sentences.recipe": "amr-prt"}, "sentences.recipe: no recipe is called 'amr-prt'"),
         ({"predictions.example-sentences.recipe": "r1-llm-only"}, "example-sentences.task: amr"),

@@ -126,14 +126,9 @@ class Plan(Record):
 
     def faults(self) -> dict[str, str]:
         """Problems by field: values that resolve_plan never writes."""
-        found = {}
-        for name, form in (
-            ("base_dir", r"data/((bases|builds)/[^/]+|runs/[^/]+/merged)"),
-            ("data_dir", r"data/prepared/[^/]+"),
-        ):
-            if not re.fullmatch(form, value := getattr(self, name)) or ".." in Path(value).parts:
-                found[name] = f"{shown(value)} is no such folder of the pipeline"
-        return found
+        forms = {"base_dir": r"data/((bases|builds)/[\w-]+|runs/[\w-]+/merged)", "data_dir": r"data/prepared/[\w-]+"}
+        wrong = [name for name, form in forms.items() if not re.fullmatch(form, getattr(self, name))]
+        return {name: f"{shown(getattr(self, name))} is no such folder of the pipeline" for name in wrong}
 
     @property
     def on_gpu(self) -> bool:
