@@ -187,8 +187,12 @@ def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration 
     num_steps = schedule.num_steps if lengths else None
     flops = step_flops * (num_steps or 1)
     hours = {card.name: flops / (card.tflops * 1e12 * share.value) / 3600 for card in cards}
-    kwh = hours[cards[0].name] * device.total * cards[0].watts / 1000 if device.card else None
-    priced = kwh is not None and (prices.gpu_hour is not None or prices.kwh is not None)
+    kwh = cost = None
+    if device.card:
+        gpu_hours = hours[cards[0].name] * device.total
+        kwh = gpu_hours * cards[0].watts / 1000
+        if prices != PriceParams():
+            cost = gpu_hours * (prices.gpu_hour or 0) + kwh * (prices.kwh or 0)
     return Duration(
         num_steps=num_steps,
         step_flops=step_flops,
@@ -196,9 +200,7 @@ def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration 
         measured=share.measured,
         hours=hours,
         kwh=kwh,
-        cost=hours[cards[0].name] * device.total * (prices.gpu_hour or 0) + (kwh or 0) * (prices.kwh or 0)
-        if priced
-        else None,
+        cost=cost,
     )
 
 
