@@ -7,10 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from transformers.trainer_utils import IntervalStrategy
 
 from stages.core.params.schema import DeviceParams
@@ -24,37 +21,10 @@ from stages.kit.models.load import local, shard
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import FEATURES
 from stages.kit.training.trainer import RecipeTrainer, StartContract
-from tests.kit.memory.small import (
-    batch_of,
-    config_of,
-    processor_of,
-    quantization_tensors,
-)
+from tests.kit.memory.small import batch_of, config_of, processor_of, quantization_tensors
 from tools.gpu.measure import random_model, with_contents
 
 PROCESSES = 2
-
-
-class PlainAllGather(DefaultAllGather):
-    """Without memory of its own, as NCCL's. gloo's gathers in a copy."""
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
-    ) -> Any:
-        shares = output_tensor.chunk(group.size())
-        shares[group.rank()].copy_(input_tensor)
-        for rank, share in enumerate(shares):
-            dist.broadcast(share, group=group, group_src=rank)
-
-
-class PlainReduceScatter(DefaultReduceScatter):
-    """Without memory of its own, as NCCL's. gloo's sums up in a copy."""
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
-        dist.all_reduce(input_tensor, op=op, group=group)
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
 def sharded(settings: dict[str, Any]) -> dict[str, Any]:
@@ -100,10 +70,6 @@ def measured_bytes(model_name: str, plan: Plan, mesh: DeviceMesh | None) -> int:
     trainer = trainer_of(plan, model_name, collator=lambda _: dict(batch), mesh=mesh)
     trainer.args.logging_strategy = IntervalStrategy.NO
     trainer.remove_callback(StartContract)  # an adapter's gradient is zero where the model itself is random
-    for module in trainer.model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(PlainAllGather())
-            module.set_custom_reduce_scatter(PlainReduceScatter())
     held = [*map(local, trainer.model.parameters()), *trainer.model.buffers(), *quantization_tensors(trainer.model)]
     with fused_kernels(trainer.model, used=plan.fused_kernels), cpu_peak([*batch.values(), *held]) as peak:
         trainer.train()
