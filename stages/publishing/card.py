@@ -24,8 +24,6 @@ from stages.publishing.check import CARD_FILE, pipeline_tag
 from stages.reporting.compare import Comparison, Contender
 from stages.reporting.runs import EXAMPLE_KINDS, EXAMPLES_DIR, Run
 from stages.reporting.sections import (
-    MEMORY_OF_STAGES,
-    QUANTIZATION_COST,
     comparison_table,
     cost_table,
     design_words,
@@ -47,21 +45,21 @@ class Ingredient:
     name: str
     kind: str
     """base or data."""
-    source: str
-    """`hub:OWNER/NAME@COMMIT` or `folder:PATH`."""
+    place: str
+    """`hub:OWNER/NAME` or `folder:PATH`."""
+    revision: str | None
+    """Commit on the hub; None for a folder."""
     licence: str | None
     """From params.yaml; None if it has none."""
 
     @property
-    def hub(self) -> tuple[str, str] | None:
-        """(repository, revision) on the hub; None for another source."""
-        kind, _, where = self.source.partition(":")
-        name, _, revision = where.partition("@")
-        return (name, revision) if kind == "hub" else None
+    def repository(self) -> str | None:
+        """Its name on the hub; None for a folder."""
+        return self.place.removeprefix("hub:") if self.revision else None
 
     @property
     def words(self) -> str:
-        return f"{self.hub[0]} at {short(self.hub[1])} on the hub" if self.hub else self.source
+        return f"{self.repository} at {short(self.revision)} on the hub" if self.revision else self.place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +114,6 @@ def write_card(publication: Publication, folder: Path) -> None:
         if kind in EXAMPLE_KINDS
     }
     assert run.plan is not None
-    own_insights = [each for each in comparison.insights if run.name in (each.ours, each.theirs)]
-    quantization = quantization_table([run], comparison.report.primary)
     card = ModelCard.from_template(
         _metadata(publication),
         template_path=str(TEMPLATE),
@@ -125,24 +121,21 @@ def write_card(publication: Publication, folder: Path) -> None:
         run=run,
         report=comparison.report,
         words=escape_markdown,
-        headline=comparison.headline,
-        table=markdown(comparison_table(comparison)),
-        insights=[f"{each.topic}: {each.words}" for each in own_insights],
+        markdown=markdown,
+        table=comparison_table(comparison),
+        insights=[each for each in comparison.insights if run.name in (each.ours, each.theirs)],
         design=[*design_words(comparison), *origin_warnings(comparison.all_runs)],
-        meanings=[(metric.heading, metric.meaning) for metric in comparison.report.metrics],
         examples={kind: names for kind, names in examples.items() if names},
-        settings=_markdown(("Setting", "Value"), plan_settings(run.plan).items()),
-        trained=markdown(trainable_table([run])),
-        ingredients=_markdown(
+        settings=_table(("Setting", "Value"), plan_settings(run.plan).items()),
+        trained=trainable_table([run]),
+        ingredients=_table(
             ("Kind", "Name", "From", "Licence"),
             [(each.kind, each.name, each.words, each.licence or "not known") for each in publication.ingredients],
         ),
         lineage="\n".join(lineage_lines(publication.model)),
-        cost=markdown(cost_table([run])),
-        memory=markdown(memory_table([run])),
-        memory_lead=MEMORY_OF_STAGES,
-        quantization=markdown(quantization) if quantization.rows else "",
-        quantization_lead=QUANTIZATION_COST,
+        cost=cost_table([run]),
+        memory=memory_table([run]),
+        quantization=quantization_table([run], comparison.report.primary),
         messages=json.dumps(_template_messages(publication.question), ensure_ascii=False, indent=4),
         prompt_options=_prompt_options(folder),
         max_new_tokens=publication.max_new_tokens,
@@ -185,10 +178,10 @@ def _source_text(root: Lineage) -> str:
 
 
 def _ingredient(kind: str, name: str, source: str, params: Params) -> Ingredient:
-    # params.yaml gives licences to sources without their revision.
-    return Ingredient(
-        name=name, kind=kind, source=source, licence=params.license_of(source.rpartition("@")[0] or source)
-    )
+    place, revision = source, None
+    if source.startswith("hub:"):
+        place, _, revision = source.partition("@")
+    return Ingredient(name=name, kind=kind, place=place, revision=revision, licence=params.license_of(place))
 
 
 def _resolved(prepared_dir: Path, *, trained: bool) -> dict[str, str]:
@@ -202,12 +195,12 @@ def _metadata(publication: Publication) -> ModelCardData:
     report, run = publication.comparison.report, publication.run
     hub: dict[str, list[str]] = {"base": [], "data": []}
     for each in publication.ingredients:
-        hub[each.kind] += [each.hub[0]] if each.hub else []
+        hub[each.kind] += [each.repository] if each.repository else []
     data, tag = publication.evaluated_on, pipeline_tag(publication.config)
     figures = [(metric, publication.contender.figure(metric.key)) for metric in report.metrics]
     assert run.plan is not None
     # A single dataset of the hub has its place there, all others the name here.
-    known = data[0].hub if len(data) == 1 else None
+    known = data[0] if len(data) == 1 and data[0].repository else None
     return ModelCardData(
         license=publication.licence,
         base_model=hub["base"] or None,
@@ -220,9 +213,9 @@ def _metadata(publication: Publication) -> ModelCardData:
             EvalResult(
                 task_type=tag,
                 task_name=report.title,
-                dataset_type=known[0] if known else data[0].source.rpartition("@")[0] or data[0].source,
+                dataset_type=str(known.repository) if known else data[0].place,
                 dataset_name=Path(run.plan.data_dir).name,  # which a check of the card compares with the plan
-                dataset_revision=known[1] if known else None,
+                dataset_revision=known.revision if known else None,
                 dataset_split=str(run.metrics.get("split", "val")),
                 metric_type=metric.key,
                 metric_name=metric.heading,
@@ -234,9 +227,8 @@ def _metadata(publication: Publication) -> ModelCardData:
     )
 
 
-def _markdown(headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
-    columns = tuple(Column(heading, heading) for heading in headings)
-    return markdown(Table.of(columns, rows))
+def _table(headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:
+    return Table.of([Column(heading, heading) for heading in headings], rows)
 
 
 def _prompt_options(folder: Path) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -30,6 +30,7 @@ from stages.kit.models.folders import MODEL_FILES, check_model_folder, read_conf
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan
 from stages.publishing.signing import (
+    BUILD_TYPE,
     KEY_FILE,
     SIGNATURE_FILE,
     STATEMENT_FILE,
@@ -78,6 +79,7 @@ def check_published(folder: Path, public_key: Path | None = None) -> Checked:
 
     public_key: of the publisher, from elsewhere; by default the one in the folder, which proves that nothing was
     changed by accident, and not who signed.
+    Raises UserError for a folder that another version of Bakeoff wrote.
     """
     own_key, key = folder / KEY_FILE, ""
     problems: list[Problem] = []
@@ -88,6 +90,7 @@ def check_published(folder: Path, public_key: Path | None = None) -> Checked:
         problems += _unusual(folder, paths)
         digests = {} if problems else dict(zip(paths, file_digests(paths.values()).values(), strict=True))
     if not problems:
+        _refuse_another_version(paths[STATEMENT_FILE])
         with _explained(KEY_FILE, problems):
             key = fingerprint(own_key)
         with _explained(SIGNATURE_FILE, problems):
@@ -119,6 +122,17 @@ def check_published(folder: Path, public_key: Path | None = None) -> Checked:
         model=model,
         records=tuple(records.values()),
     )
+
+
+def _refuse_another_version(statement_path: Path) -> None:
+    form = None
+    with suppress(Exception):  # whatever else is wrong with the statement is found below
+        form = parse_json(read_plain(statement_path))["predicate"]["buildDefinition"]["buildType"]
+    if form != BUILD_TYPE and re.fullmatch(r"urn:bakeoff:stages:v\d{1,9}", str(form)):
+        raise UserError(
+            f"{statement_path} has the form {form}, and this version of Bakeoff checks {BUILD_TYPE}; check the folder "
+            "with the version that wrote it, such as the commit that its records name"
+        )
 
 
 @contextmanager
@@ -258,7 +272,8 @@ def _content_problems(
         group = (name if top == EVIDENCE_DIR else top) if below else MODEL
         if name in (CARD_FILE, LINEAGE, STATEMENT_FILE, KEY_FILE, SIGNATURE_FILE):
             continue  # each is compared with the others
-        if group not in expected or (group in (MODEL, TRAINED_DIR) and not _is_of_model(name)):
+        loadable = any(fnmatch(name.rpartition("/")[2], pattern) for pattern in MODEL_FILES)  # no code, no pickle
+        if group not in expected or (group in (MODEL, TRAINED_DIR) and not loadable):
             yield name, "is no file of a published model"
         else:
             found[group][name if group == MODEL else below] = digest
@@ -266,11 +281,6 @@ def _content_problems(
         content = combined_digest(files) if group in (MODEL, TRAINED_DIR, EXAMPLES_DIR) else "".join(files.values())
         if (content if files else None) != expected[group]:
             yield group, f"has other files than those that the stages of {model.name} left"
-
-
-def _is_of_model(name: str) -> bool:
-    """Whether a loader may read the file: no code, no pickle."""
-    return any(fnmatch(name.rpartition("/")[2], pattern) for pattern in MODEL_FILES)
 
 
 def _certificate_problems(

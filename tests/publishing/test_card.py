@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from stages.core.lineage import Lineage
@@ -28,11 +29,17 @@ def prepared(tmp_path: Path) -> Path:
 
 def test_the_data_of_earlier_trainings_are_ingredients(tmp_path: Path) -> None:
     found = ingredients_of(BASE, CHAIN, prepared(tmp_path), project_params())
-    assert [(each.kind, each.name, each.source, each.licence) for each in found] == [
+    assert [(each.kind, each.name, each.place, each.licence) for each in found] == [
         ("base", "dense", "folder:data/tiny/qwen2-folklore", "apache-2.0"),
-        ("data", "truthfulqa", "hub:a/truth@1234", None),
+        ("data", "truthfulqa", "hub:a/truth", None),
         ("data", "qmsum", "folder:data/tiny/qmsum", "apache-2.0"),
     ]
+
+
+def test_a_folder_may_have_an_at_sign_in_its_name() -> None:
+    params = replace(project_params(), licenses={"folder:bases/a": "mit"})
+    (found,) = ingredients_of(replace(BASE, source={"folder": "bases/a@b"}), (), Path("x"), params)
+    assert (found.words, found.licence) == ("folder:bases/a@b", None)
 
 
 def test_a_mix_is_evaluated_on_all_its_parts(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from stages.core.lineage import combined_digest, file_digest, read_lineage
+from stages.core.lineage import Lineage, Parent, combined_digest, file_digest, read_lineage
+from stages.core.provenance import Machine, Provenance
 from stages.core.records import parse, parse_yaml, yaml_text
+from stages.kit.models.certificate import MergeCertificate, QuantizationCost
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan
 from stages.publishing.check import CARD_FILE, CERTIFICATE, LINEAGE, METRICS, MODEL, PLAN, check_published
-from stages.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, fingerprint, signing_key
+from stages.publishing.signing import BUILD_TYPE, KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, fingerprint, signing_key
 from tests.damage import damaged_bytes, damaged_tree, flip, nested, quick
 from tests.made_up_publication import RUN, made_up_publication, records_in, sign_again
 from tools.verify.__main__ import UNKNOWN_KEY, main
@@ -355,6 +358,21 @@ def test_a_statement_that_says_another_thing_than_its_files_and_records_is_refus
     edited(STATEMENT_FILE, change)(copy)
     sign_again(copy, statement_follows=False)
     assert check_published(copy).problems
+
+
+def test_a_folder_of_another_version_is_not_called_damaged(copy: Path) -> None:
+    before = {"buildType": "urn:bakeoff:stages:v1"}
+    edited(STATEMENT_FILE, lambda it: it["predicate"]["buildDefinition"].update(before))(copy)
+    result = verify(copy)
+    assert (result.exit_code, "DAMAGED" in result.output) == (1, False)
+    assert f"has the form urn:bakeoff:stages:v1, and this version of Bakeoff checks {BUILD_TYPE}" in result.output
+
+
+def test_the_form_has_another_number_when_its_fields_change() -> None:
+    kinds = (Provenance, Machine, Lineage, Parent, MergeCertificate, QuantizationCost, Plan)
+    names = ",".join(field.name for kind in kinds for field in fields(kind))
+    digest = hashlib.sha256(names.encode()).hexdigest()[:8]
+    assert (BUILD_TYPE, digest) == ("urn:bakeoff:stages:v2", "be6838f0"), "raise the number in BUILD_TYPE"
 
 
 def test_names_cannot_look_like_a_verdict(copy: Path) -> None:
