@@ -57,7 +57,7 @@ def gather(params: Params, run: str) -> Publication:
     require_weights(merged_dir)
     verified_lineage(run_dir / "trained", fix=rebuild(f"train@{run}"))
     report = task_report(load_task(recipe.task, "report"), params, recipe.task)
-    contenders = read_contenders(params, recipe.task, report, [DATA_DIR])
+    contenders = read_contenders(params, report, [DATA_DIR])
     contender = next(each for each in contenders if each.name == run)
     if contender.run is None:
         raise UserError(f"{run} has not been evaluated; run: dvc repro {contender.stage}")

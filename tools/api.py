@@ -87,7 +87,7 @@ def read_run(name: str) -> Run:
 
     params = load_params()
     task = params.subject(name).task
-    run = read_task_run(params, task, name, task_report(load_task(task, "report"), params, task), Path("data"))
+    run = read_task_run(params, task_report(load_task(task, "report"), params, task), name, Path("data"))
     if run is None:
         stage = evaluation_stage(name, trained=name in params.recipes)
         raise UserError(f"{name} has not been evaluated; run: dvc repro {stage}")
@@ -106,7 +106,7 @@ def compare_runs(task: str) -> Comparison:
 
     params = load_params()
     report = task_report(load_task(task, "report"), params, task)
-    return compare(report, read_contenders(params, task, report, [Path("data")]))
+    return compare(report, read_contenders(params, report, [Path("data")]))
 
 
 def table_text(comparison: Comparison) -> str:

@@ -15,7 +15,7 @@ from stages.core.provenance import records_dir
 from stages.core.records import rebuild
 from stages.kit.planning.memory_use import stage_memory_path
 from stages.kit.statistics import LEVEL, UNAVAILABLE, Floats, Interval, Statistic, sample_mean
-from stages.reporting.evidence import Difference, Score, as_family, differences, least_p, score
+from stages.reporting.evidence import Difference, Score, as_family, difference, least_p, score
 from stages.reporting.runs import (
     Run,
     cards_dir,
@@ -233,8 +233,8 @@ def compare(report: TaskReport, contenders: Sequence[Contender], *, matters: flo
     sign = 1 if report.primary.higher_is_better else -1
     best, *rivals = sorted(compared, key=lambda contender: sign * contender.score.mean, reverse=True)
     by_name = {contender.name: contender for contender in contenders}
-    insights = _insights(report, _questions(report, by_name), by_name, matters)
-    of_best = _insights(report, [Question(_BEST, best.name, rival.name) for rival in rivals], by_name, None)
+    insights = [_insight(report, question, by_name, matters) for question in _questions(report, by_name)]
+    of_best = [_insight(report, Question(_BEST, best.name, rival.name), by_name, None) for rival in rivals]
     # Whether the best is better than every other is one more question; the rival with the least evidence answers it.
     corrected = _corrected(
         [*insights, *sorted(of_best, key=lambda each: each.difference.p_value if each.difference else 0)[-1:]],
@@ -266,16 +266,17 @@ def task_report(module: ModuleType, params: Params, task: str) -> TaskReport:
     return module.report_for({name: known[name] for name in names if name in known})
 
 
-def read_contenders(params: Params, task: str, report: TaskReport, data_dirs: Sequence[Path]) -> list[Contender]:
-    """Every baseline and recipe of the task, in the order of params.yaml, evaluated or not.
+def read_contenders(params: Params, report: TaskReport, data_dirs: Sequence[Path]) -> list[Contender]:
+    """Every baseline and recipe of the report's task, in the order of params.yaml, evaluated or not.
 
     data_dirs: of one workspace, or of several, in each of which the recipes were trained under another seed.
     Raises UserError if nothing was evaluated, and if the runs cannot be compared.
     """
+    task = report.task
     names: dict[str, str | None] = {name: None for name, base in params.baselines.items() if base.task == task}
     names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
     runs = {
-        name: list(filter(None, (read_task_run(params, task, name, report, data_dir) for data_dir in data_dirs)))
+        name: list(filter(None, (read_task_run(params, report, name, data_dir) for data_dir in data_dirs)))
         for name in names
     }
     evaluated = [run for found in runs.values() for run in found]
@@ -301,19 +302,19 @@ def read_contenders(params: Params, task: str, report: TaskReport, data_dirs: Se
     ]
 
 
-def read_task_run(params: Params, task: str, name: str, report: TaskReport, data_dir: Path) -> Run | None:
-    """The run of a recipe or a baseline of the task, or None if it has not been evaluated."""
+def read_task_run(params: Params, report: TaskReport, name: str, data_dir: Path) -> Run | None:
+    """The run of a recipe or a baseline of the report's task, or None if it has not been evaluated."""
     return read_run(
-        cards_dir(data_dir, task) / name,
+        cards_dir(data_dir, report.task) / name,
         identity=report.identity,
         columns=report.columns,
         trained=name in params.recipes,
-        memory_by_stage=memory_by_stage(params, task, name, data_dir),
-        records_dir=records_dir(data_dir, task),
+        memory_by_stage=_memory_by_stage(params, report.task, name, data_dir),
+        records_dir=records_dir(data_dir, report.task),
     )
 
 
-def memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> dict[str, Path]:
+def _memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> dict[str, Path]:
     """The memory files of the stages that a recipe or a baseline went through, in their order.
 
     The build that it starts from is among them; the stages of a recipe that it continues are not.
@@ -453,35 +454,27 @@ def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Que
     )
 
 
-def _insights(
-    report: TaskReport, questions: Sequence[Question], by_name: Mapping[str, Contender], matters: float | None
-) -> list[Insight]:
-    """The answers to questions, not yet corrected for their number."""
-    insights = []
-    for question in questions:
-        ours, theirs = by_name[question.ours], by_name[question.theirs]
-        metric = next(metric for metric in report.measured if metric.key == (question.metric or report.primary.key))
-        unanswered = "; ".join(filter(None, dict.fromkeys([ours.left_out, theirs.left_out])))
-        if not unanswered and ours.scores[metric.key] is None:
-            unanswered = f"no sample is about {metric.heading}"
-        insights.append(Insight(question.topic, ours.name, theirs.name, metric, unanswered=unanswered))
-    for metric in dict.fromkeys(insight.metric for insight in insights if not insight.unanswered):
-        about = [index for index, each in enumerate(insights) if each.metric is metric and not each.unanswered]
-        recipes = {
-            name: np.stack([evidence_of(metric, run) for run in contender.runs])
-            for name, contender in by_name.items()
-            if not contender.left_out and contender.scores[metric.key] is not None
-        }
-        found = differences(
-            recipes,
-            [(insights[index].ours, insights[index].theirs) for index in about],
+def _insight(
+    report: TaskReport, question: Question, by_name: Mapping[str, Contender], matters: float | None
+) -> Insight:
+    """The answer to a question, not yet corrected for their number."""
+    ours, theirs = by_name[question.ours], by_name[question.theirs]
+    metric = next(metric for metric in report.measured if metric.key == (question.metric or report.primary.key))
+    unanswered = "; ".join(filter(None, dict.fromkeys([ours.left_out, theirs.left_out])))
+    if not unanswered and ours.scores[metric.key] is None:
+        unanswered = f"no sample is about {metric.heading}"
+    found = None
+    if not unanswered:
+        together = [each for each in by_name.values() if not each.left_out and each.scores[metric.key] is not None]
+        names = [each.name for each in together]
+        found = difference(
+            [np.stack([evidence_of(metric, run) for run in each.runs]) for each in together],
+            (names.index(ours.name), names.index(theirs.name)),
             statistic=metric.statistic,
             higher_is_better=metric.higher_is_better,
             matters=matters if metric is report.primary else None,
         )
-        for index, difference in zip(about, found, strict=True):
-            insights[index] = replace(insights[index], difference=difference)
-    return insights
+    return Insight(question.topic, ours.name, theirs.name, metric, found, unanswered)
 
 
 def _corrected(insights: Sequence[Insight], *, over_seeds: bool) -> list[Insight]:

@@ -38,10 +38,9 @@ by Holm's method. At most 5 % of reports claim anything false of either kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -112,14 +111,9 @@ class Spread:
         distribution. Rough, as the variance that three seeds show is."""
         sizes = []
         for variance, freedom in self.errors():
-            finite = float(_finite(freedom))
-            sizes.append(_noncentrality(finite, float(stdtrit(finite, 1 - alpha / 2))) * math.sqrt(variance))
+            finite = _finite(freedom).item()
+            sizes.append(_noncentrality(finite, float(stdtrit(finite, 1 - alpha / 2))) * math.sqrt(variance.item()))
         return max(sizes)
-
-    def at(self, index: int) -> Spread:
-        """The spread of one of them."""
-        parts = {name: getattr(self, name)[index] for name in ("seeds", "freedom", "samples", "rest")}
-        return replace(self, **parts)
 
     def with_seeds(self, num_seeds: int, before: int) -> Spread:
         """The spread to expect with so many trainings instead of those before."""
@@ -342,77 +336,65 @@ def score(trainings: Floats, statistic: Statistic = sample_mean) -> Score:
                 rest=rest,
                 num_samples=len(by_sample),
             )
-            interval = _around(mean, float(spread.half_width()))
+            interval = _around(mean, spread.half_width().item())
     return Score(mean=mean, interval=interval, by_training=tuple(map(float, by_training)), between_seeds=deviation)
 
 
-def difference(ours: Floats, theirs: Floats, **options: Any) -> Difference:
-    """Ours minus theirs, each as in `differences`, as a family of one question."""
-    (found,) = differences({"ours": ours, "theirs": theirs}, [("ours", "theirs")], **options)
-    return found
-
-
-def differences(
-    recipes: Mapping[str, Floats],
-    pairs: Sequence[tuple[str, str]],
+def difference(
+    recipes: Sequence[Floats],
+    pair: tuple[int, int] = (0, 1),
     *,
     statistic: Statistic = sample_mean,
     higher_is_better: bool = True,
     matters: float | None = None,
     resamples: int = 10_000,
-) -> list[Difference]:
-    """Ours minus theirs for each pair of recipes, not corrected for their number.
+) -> Difference:
+    """Ours minus theirs of a pair of a report's recipes, not corrected for other questions.
 
     recipes: (trainings, samples) or (trainings, samples, columns) each; sample i is the same in all. One training
         beside several is a model that no seed changes, such as an untrained base. All of them share their spread.
+    pair: indices of ours and theirs.
     higher_is_better: of the statistic; a difference keeps its sign.
     matters: the smallest difference that matters, in the unit of the statistic; None if none is called as good.
     resamples: swaps and redraws of the samples of two models.
     Raises ValueError if the samples differ in number, if there are none, and for values that are not finite.
     The same arguments give the same result, bit for bit.
     """
-    trained = {name: _as_trainings(scores) for name, scores in recipes.items()}
-    shapes = {name: scores.shape[1:] for name, scores in trained.items()}
-    if len(set(shapes.values())) > 1:
-        raise ValueError(f"not the same samples: {shapes}")
-    spreads = None
-    if next(iter(shapes.values()))[0] > 1:
-        places = [[list(trained).index(name) for name in side] for side in zip(*pairs, strict=True)]
-        _, spreads = summarize(list(trained.values()), statistic).gaps(*places)
-    sign, found = 1 if higher_is_better else -1, []
-    for index, (name, other) in enumerate(pairs):
-        ours, theirs = trained[name], trained[other]
-        our_values, their_values = statistic(ours.mean(axis=1)), statistic(theirs.mean(axis=1))
-        mean, spread = float(our_values.mean() - their_values.mean()), spreads.at(index) if spreads else None
-        p_value, as_good, interval = 1.0, 1.0, None
-        if len(ours) == len(theirs) == 1:
-            p_value = _swap_test(ours[0], theirs[0], statistic, resamples)
-            interval = _bootstrapped(ours[0], theirs[0], statistic, resamples)
-        elif spread:
-            p_value, interval = float(spread.p_value(mean)), _around(mean, float(spread.half_width()))
-            if matters is not None:
-                as_good = max(float(spread.p_at_least(each, matters)) for each in (mean, -mean))
-        by_sample = sign * (statistic(ours)[:, None] - statistic(theirs)[None])  # (ours, theirs, samples)
-        p_value = max(p_value, least_p(ours.shape[1]))
-        found.append(
-            Difference(
-                mean=mean,
-                reference=float(their_values.mean()),
-                interval=interval,
-                p_value=p_value,
-                adjusted_p=p_value,
-                matters=matters,
-                p_as_good=as_good,
-                adjusted_as_good=as_good,
-                samples=ours.shape[1],
-                trainings=(len(ours), len(theirs)),
-                spread=spread,
-                ahead=int((by_sample > 0).all(axis=(0, 1)).sum()),
-                behind=int((by_sample < 0).all(axis=(0, 1)).sum()),
-                higher_is_better=higher_is_better,
-            )
-        )
-    return found
+    trained = [_as_trainings(scores) for scores in recipes]
+    if len({scores.shape[1:] for scores in trained}) > 1:
+        raise ValueError(f"not the same samples: {[scores.shape[1:] for scores in trained]}")
+    ours, theirs = (trained[index] for index in pair)
+    num_samples = ours.shape[1]
+    our_values, their_values = statistic(ours.mean(axis=1)), statistic(theirs.mean(axis=1))
+    mean = float(our_values.mean() - their_values.mean())
+    spread = summarize(trained, statistic).gaps(*([index] for index in pair))[1] if num_samples > 1 else None
+    p_value, as_good, interval = 1.0, 1.0, None
+    if len(ours) == len(theirs) == 1:
+        p_value = _swap_test(ours[0], theirs[0], statistic, resamples)
+        interval = _bootstrapped(ours[0], theirs[0], statistic, resamples)
+    elif spread:
+        p_value, interval = spread.p_value(mean).item(), _around(mean, spread.half_width().item())
+        if matters is not None:
+            as_good = max(spread.p_at_least(each, matters).item() for each in (mean, -mean))
+    sign = 1 if higher_is_better else -1
+    by_sample = sign * (statistic(ours)[:, None] - statistic(theirs)[None])  # (ours, theirs, samples)
+    p_value = max(p_value, least_p(num_samples))
+    return Difference(
+        mean=mean,
+        reference=float(their_values.mean()),
+        interval=interval,
+        p_value=p_value,
+        adjusted_p=p_value,
+        matters=matters,
+        p_as_good=as_good,
+        adjusted_as_good=as_good,
+        samples=num_samples,
+        trainings=(len(ours), len(theirs)),
+        spread=spread,
+        ahead=int((by_sample > 0).all(axis=(0, 1)).sum()),
+        behind=int((by_sample < 0).all(axis=(0, 1)).sum()),
+        higher_is_better=higher_is_better,
+    )
 
 
 def as_family(differences: Sequence[Difference], pairs: Sequence[Pair] | None = None) -> list[Difference]:

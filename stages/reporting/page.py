@@ -30,11 +30,8 @@ from rich.text import Text
 from stages.core.records import publish_text
 from stages.kit.statistics import Floats, Interval
 from stages.reporting.compare import Comparison, Contender, Metric, interval_words
-from stages.reporting.runs import CURVES, FAILURE, Curve, Run
+from stages.reporting.runs import FAILURE, Curve, Run
 from stages.reporting.sections import (
-    EVIDENCE,
-    MEMORY_OF_STAGES,
-    QUANTIZATION_COST,
     comparison_markdown,
     comparison_table,
     comparison_text,
@@ -98,6 +95,12 @@ _STYLE: dict[Any, Any] = {
     "ytick.major.size": 0,
 }
 WIDTH = 5.6  # inches; a page scales it
+_CURVE_CAPTIONS = {
+    "training loss": "Training loss as logged (faint) and smoothed. Losses of different masking do not compare.",
+    "validation loss": "Loss while training, of samples that the model is not trained on.",
+    "validation score": "Mean score of the answers to some of them.",
+}
+"""By the names of runs.CURVES."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +168,6 @@ def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
     return environment.get_template(TEMPLATE).render(
         comparison=comparison,
         report=report,
-        task=report.task,
         profile=profile,
         table=table,
         palette=PALETTE,
@@ -180,13 +182,10 @@ def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
         trainable=trainable_table(trained),
         costs=cost_table(runs),
         quantization=quantization_table(runs, report.primary),
-        quantization_cost=QUANTIZATION_COST,
         memory=memory_table(runs),
-        memory_of_stages=MEMORY_OF_STAGES,
         origins=origins_table(runs),
         origin_warnings=origin_warnings(comparison.all_runs),
         evidence=evidence_table(comparison),
-        evidence_lead=EVIDENCE,
         design=design_words(comparison),
     )
 
@@ -280,23 +279,15 @@ def _difference_drawing(metric: Metric, comparison: Comparison) -> Drawing | Non
 
 
 def _curve_drawings(runs: Sequence[Run], colours: Mapping[str, str]) -> list[Drawing]:
-    """A drawing of each figure of CURVES that any run has."""
+    """A drawing of each curve that any run has."""
     drawings = []
-    for number, figure in enumerate(CURVES):
+    for figure, caption in _CURVE_CAPTIONS.items():
         curves = {run.name: run.curves[figure] for run in runs if figure in run.curves}
         if curves:
             title = f"{figure.capitalize()} by optimizer step, one curve for each of {', '.join(curves)}"
-            plot = plot_curves(curves, colours, figure, smoothed=number == 0)
-            drawings.append(_drawing(plot, figure.replace(" ", "-"), _CURVE_CAPTIONS[number], title))
+            plot = plot_curves(curves, colours, figure, smoothed=figure == "training loss")
+            drawings.append(_drawing(plot, figure.replace(" ", "-"), caption, title))
     return drawings
-
-
-_CURVE_CAPTIONS = (
-    "Training loss as logged (faint) and smoothed. Losses of different masking do not compare.",
-    "Loss while training, of samples that the model is not trained on.",
-    "Mean score of the answers to some of them.",
-)
-"""In the order of CURVES."""
 
 
 def plot_curves(curves: Mapping[str, Curve], colours: Mapping[str, str], figure_name: str, *, smoothed: bool) -> Figure:

@@ -34,23 +34,6 @@ from stages.reporting.tables import (
 
 TEXT_WIDTH = 120
 """Characters; the width of table.txt."""
-EVIDENCE = (
-    "The interval and p belong to a single question; corrected p takes into account that all of them were asked. Ahead "
-    "and behind are the samples on which every model of the first beats, or loses to, every model of the second."
-)
-"""Introduces the table of the evidence."""
-MEMORY_OF_STAGES = (
-    "Each stage is a process of its own: before it loads a model it has nothing on a GPU, and on a CPU only Python, "
-    "its libraries and the samples, whatever ran before it. What is free before and left after is read from the "
-    "device, so that it includes other processes."
-)
-"""Introduces the table of memory by stage."""
-QUANTIZATION_COST = (
-    "Adapters trained on weights in 4 bits are merged into the unquantized ones. Both models answered the same "
-    "validation samples."
-)
-"""Introduces the table of merges out of 4 bits."""
-
 _NOT_SETTINGS = {"recipe", "trainable", "features_bytes"}
 _MEMORY_KINDS = {
     "cpu_allocated": "tensors on the CPU",
@@ -108,7 +91,7 @@ def print_comparison(comparison: Comparison, table: Table, console: Console) -> 
         console.print(Text(f"  {insight.topic}: {insight.words}"), soft_wrap=True)
     if (costs := quantization_table(comparison.runs, comparison.report.primary)).rows:
         console.print()
-        console.print(Text(QUANTIZATION_COST, style="dim"), soft_wrap=True)
+        console.print(Text(costs.lead, style="dim"), soft_wrap=True)
         for part in in_parts(costs, console.width):
             console.print(terminal_table(part))
         console.print()
@@ -136,13 +119,13 @@ def comparison_markdown(comparison: Comparison, table: Table) -> str:
         f"# {escape_markdown(comparison.report.title)}\n\n{escape_markdown(comparison.headline)}\n\n"
         f"{markdown(table)}\n{insights}\n\n{fair}\n\n{design}\n"
     )
-    for heading, lead, section in (
-        ("Evidence", EVIDENCE, evidence_table(comparison)),
-        ("Merged out of 4 bits", QUANTIZATION_COST, quantization_table(comparison.runs, comparison.report.primary)),
-        ("Memory by stage", MEMORY_OF_STAGES, memory_table(comparison.runs)),
+    for heading, section in (
+        ("Evidence", evidence_table(comparison)),
+        ("Merged out of 4 bits", quantization_table(comparison.runs, comparison.report.primary)),
+        ("Memory by stage", memory_table(comparison.runs)),
     ):
         if section.rows:
-            text += f"\n## {heading}\n\n{escape_markdown(lead)}\n\n{markdown(section)}"
+            text += f"\n## {heading}\n\n{escape_markdown(section.lead)}\n\n{markdown(section)}"
     return text
 
 
@@ -191,7 +174,12 @@ def evidence_table(comparison: Comparison) -> Table:
             p_values = (p_words(found.p_value), p_words(found.adjusted_p))
             cells = (found.mean, found.interval, found.relative, *p_values, found.ahead, found.behind)
             rows.append([insight.topic, *cells, found.detectable])
-    return Table.of(columns, rows)
+    lead = (
+        "The interval and p belong to a single question; corrected p takes into account that all of them were asked. "
+        "Ahead and behind are the samples on which every model of the first beats, or loses to, every model of the "
+        "second."
+    )
+    return Table.of(columns, rows, lead=lead)
 
 
 def design_words(comparison: Comparison) -> list[str]:
@@ -229,15 +217,17 @@ def _power_words(comparison: Comparison) -> Iterator[str]:
 
 
 def _seed_words(comparison: Comparison) -> Iterator[str]:
-    recipes = [contender for contender in comparison.evaluated if contender.baseline]
-    if comparison.over_seeds and min(len(each.runs) for each in recipes if not each.left_out) < FEWEST_TO_SHARE:
+    trainings = [len(each.runs) for each in comparison.evaluated if each.baseline and not each.left_out]
+    if not trainings:
+        return
+    if comparison.over_seeds and min(trainings) < FEWEST_TO_SHARE:
         yield "Two seeds hardly show how much seeds vary: from three of each on, recipes share what they know of it."
     elif comparison.over_seeds:
         yield (
             "The recipes are assumed to vary between seeds about as much as one another, and none less than its own "
             "trainings do."
         )
-    if not comparison.over_seeds and recipes:
+    else:
         yield (
             "Each recipe was trained once: this compares these models, not the recipes, which give other models under "
             f"other seeds. For the recipes: dvc exp run --queue -S 'seed=42,43,44' compare@{comparison.report.task}, "
@@ -387,7 +377,11 @@ def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
         if run.certificate and (cost := run.certificate.quantization_cost):
             figures = cost.trained.get(metric.key), cost.merged.get(metric.key)
             rows.append((run.name, cost.samples, *figures, cost.same_answers, cost.logit_deviation))
-    return Table.of(columns, rows)
+    lead = (
+        "Adapters trained on weights in 4 bits are merged into the unquantized ones. Both models answered the same "
+        "validation samples."
+    )
+    return Table.of(columns, rows, lead=lead)
 
 
 def memory_table(runs: Sequence[Run]) -> Table:
@@ -416,7 +410,12 @@ def memory_table(runs: Sequence[Run]) -> Table:
         for run in runs
         for memory in run.memory
     ]
-    return Table.of(columns, rows)
+    lead = (
+        "Each stage is a process of its own: before it loads a model it has nothing on a GPU, and on a CPU only "
+        "Python, its libraries and the samples, whatever ran before it. What is free before and left after is read "
+        "from the device, so that it includes other processes."
+    )
+    return Table.of(columns, rows, lead=lead)
 
 
 def origins_table(runs: Sequence[Run]) -> Table:

@@ -47,15 +47,17 @@ class Row:
 class Table:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
+    lead: str = ""
+    """Sentences that introduce it."""
 
     def __post_init__(self) -> None:
         for row in self.rows:
             assert len(row.cells) == len(self.columns), (row.cells, self.columns)
 
     @classmethod
-    def of(cls, columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> Table:
+    def of(cls, columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, lead: str = "") -> Table:
         """A table of plain rows."""
-        return cls(columns=tuple(columns), rows=tuple(Row(cells=tuple(cells)) for cells in rows))
+        return cls(columns=tuple(columns), rows=tuple(Row(cells=tuple(cells)) for cells in rows), lead=lead)
 
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:

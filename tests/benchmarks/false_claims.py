@@ -38,7 +38,6 @@ from stages.reporting.evidence import (
     as_family,
     closed,
     difference,
-    differences,
     holm,
     possible_sets,
     summarize,
@@ -99,30 +98,20 @@ KINDS = (
 )
 
 
-def equal(rng: np.random.Generator, reports: int) -> Floats:
-    """Standard deviation between trainings of each recipe, in logits: (reports, recipes); the others too."""
-    return np.full((reports, RECIPES), LUCK)
+def spread_of(rng: np.random.Generator, name: str, reports: int) -> Floats:
+    """Standard deviation between trainings of each recipe, in logits: (reports, recipes). name: of SPREADS."""
+    luck = np.full((reports, RECIPES), LUCK)
+    match name:
+        case "lognormal 0.5":
+            return luck * np.exp(rng.normal(0, 0.5, luck.shape))
+        case "one four times":
+            return rng.permuted(luck * np.array([2.0] + [0.5] * (RECIPES - 1)), axis=1)
+        case "half nearly none":
+            return rng.permuted(np.where(np.arange(RECIPES) % 2, luck, luck * 0.2), axis=1)
+    return luck
 
 
-def lognormal(rng: np.random.Generator, reports: int) -> Floats:
-    return LUCK * np.exp(rng.normal(0, 0.5, (reports, RECIPES)))
-
-
-def one_four_times(rng: np.random.Generator, reports: int) -> Floats:
-    return rng.permuted(np.tile(LUCK * np.array([2.0] + [0.5] * (RECIPES - 1)), (reports, 1)), axis=1)
-
-
-def half_nearly_none(rng: np.random.Generator, reports: int) -> Floats:
-    return rng.permuted(np.tile(np.where(np.arange(RECIPES) % 2, LUCK, LUCK * 0.2), (reports, 1)), axis=1)
-
-
-SPREADS = {
-    "equal": equal,
-    "lognormal 0.5": lognormal,
-    "one four times": one_four_times,
-    "half nearly none": half_nearly_none,
-    "15% failed": equal,
-}
+SPREADS = ("equal", "lognormal 0.5", "one four times", "half nearly none", "15% failed")
 
 
 def drawn(
@@ -138,7 +127,7 @@ def drawn(
         number = min(at_once, reports - start)
         hardness = rng.normal(0, 1, (number, 1, 1, samples))
         taste = rng.normal(0, 0.5, (number, RECIPES, 1, samples))
-        luck = rng.normal(0, 1, (number, RECIPES, seeds, 1)) * SPREADS[spread](rng, number)[..., None, None]
+        luck = rng.normal(0, 1, (number, RECIPES, seeds, 1)) * spread_of(rng, spread, number)[..., None, None]
         if spread.endswith("failed"):
             luck -= FAILED * (rng.random(luck.shape) < 0.15)
         noise = rng.normal(0, 0.7, (number, RECIPES, seeds, samples))
@@ -200,22 +189,21 @@ def claims_of_recipes(kind: Kind, reports: Iterator[Floats]) -> Claims:
 def claims_of_models(kind: Kind, reports: Iterator[Floats]) -> Claims:
     found, better = [], []
     for scores in (report for some in reports for report in some):
-        answers = differences(
-            {str(recipe): each for recipe, each in enumerate(scores)},
-            [(str(ours), str(theirs)) for ours, theirs in QUESTIONS],
-            statistic=kind.statistic,
-            higher_is_better=kind.higher_is_better,
-            resamples=500,
-        )
+        answers = [
+            difference(
+                list(scores), pair, statistic=kind.statistic, higher_is_better=kind.higher_is_better, resamples=500
+            )
+            for pair in QUESTIONS
+        ]
         found.append([answer.verdict in ("better", "worse") for answer in as_family(answers)])
         better.append(-answers[0].mean)
     return np.array(found), np.zeros_like(found), float(np.mean(better))
 
 
 SCENES = {
-    "nothing differs": [0.0] * RECIPES,
-    "one better": [SHIFT] + [0.0] * (RECIPES - 1),
-    "a ladder": [SHIFT, 0.75 * SHIFT, SHIFT / 2, SHIFT / 4, 0.0, SHIFT],
+    "nothing differs": (0.0,) * RECIPES,
+    "one better": (SHIFT, *[0.0] * (RECIPES - 1)),
+    "a ladder": (SHIFT, 0.75 * SHIFT, SHIFT / 2, SHIFT / 4, 0.0, SHIFT),
 }
 """Advantage of each recipe in logits."""
 
@@ -256,16 +244,12 @@ def print_races(races: int) -> None:
 
 
 @cache
-def _true_scores(kind: Kind, shifts: tuple[float, ...]) -> Floats:
+def true_scores(kind: Kind, shifts: tuple[float, ...]) -> Floats:
+    """(recipes,), higher being better; equal for equal advantages."""
     scores = drawn(np.random.default_rng(99), kind, "equal", (1000, 2, 400), shifts)
     found = np.concatenate([kind.statistic(some.mean(axis=3)).mean(axis=2) for some in scores]).mean(axis=0)
     same = {shift: found[[other == shift for other in shifts]].mean() for shift in shifts}
     return np.array([same[shift] for shift in shifts]) * (1 if kind.higher_is_better else -1)
-
-
-def true_scores(kind: Kind, shifts: Sequence[float]) -> Floats:
-    """(recipes,), higher being better; equal for equal advantages."""
-    return _true_scores(kind, tuple(shifts))
 
 
 def evidence_by_seeds(kind: Kind, scores: Floats) -> list[Evidence]:
@@ -300,12 +284,12 @@ def print_limits(pairs: int) -> None:
         steady = rng.normal(0.76, 0.05, (pairs, 1, samples))
         erratic = np.where(rng.random((pairs, 1, samples)) < 0.05, 0, rng.normal(0.8, 0.05, (pairs, 1, samples)))
         both = zip(steady, erratic, strict=True)
-        called = np.mean([difference(*pair, resamples=500).p_value <= 0.05 for pair in both])
+        called = np.mean([difference(pair, resamples=500).p_value <= 0.05 for pair in both])
         click.echo(f"one steady, one with 5% misses, {samples} samples: {called:.1%}")
     failed = rng.random((pairs, 5, 1)) < 0.15
     trained = np.where(failed, 0.2, 0.6) + rng.normal(0, 0.02, (pairs, 5, 1)) + rng.normal(0, 0.1, (pairs, 5, 128))
     base = 0.85 * 0.6 + 0.15 * 0.2 + rng.normal(0, 0.1, (pairs, 1, 128))
-    called = np.mean([difference(*pair).p_value <= 0.05 for pair in zip(trained, base, strict=True)])
+    called = np.mean([difference(pair).p_value <= 0.05 for pair in zip(trained, base, strict=True)])
     click.echo(f"15% of trainings fail, 5 seeds against a base, 128 samples: {called:.1%}")
     for recipes in (2, 3):
         spread = np.where(np.arange(recipes), 0.01, 0.04)[:, None, None]

@@ -128,7 +128,7 @@ def test_words_follow_the_verdict_and_name_models_if_each_was_trained_once() -> 
     def words(shift: float, samples: int = 60, trainings: int = 1, matters: float | None = None) -> str:
         ours = np.stack([scores_around(0.5 + shift, seed) for seed in range(trainings)])[:, :samples]
         theirs = np.stack([scores_around(0.5, 10 + seed) for seed in range(trainings)])[:, :samples]
-        return difference_words("r4", "r1", difference(ours, theirs, matters=matters))
+        return difference_words("r4", "r1", difference([ours, theirs], matters=matters))
 
     models = "the model of r4 is {} than that of r1 by {}0.0"
     assert words(0.05).startswith(models.format("better", "+"))
@@ -164,6 +164,13 @@ def test_a_recipe_with_one_seed_takes_no_part_among_several() -> None:
     comparison = compared({"a": [0.9], "b": [0.6, 0.61], "base": [0.1]})
     assert comparison.best.name == "b"
     assert comparison.insights[0].words == "not answered, a was trained under one seed only"
+
+
+def test_recipes_that_all_take_no_part_say_nothing_of_seeds() -> None:
+    """As with a seed of their own, on bases of other seeds."""
+    comparison = compared({"a": [0.5, 0.6], "base": [0.1]})
+    out = [replace(each, left_out="x") if each.baseline else each for each in comparison.contenders]
+    assert not any("seed" in line for line in design_words(replace(comparison, contenders=tuple(out), best=out[1])))
 
 
 RESTORED = replace(LOSS, key="restored", heading="Restored", optional=True, evidence=())

@@ -32,6 +32,7 @@ from rich.text import Text
 from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import Params
+from stages.core.records import nearest, refusal
 from stages.core.tasks import load_task
 from stages.reporting.compare import (
     Comparison,
@@ -61,12 +62,25 @@ Candidate: TypeAlias = tuple[tuple[str, ...], Score]
 @click.option("--jobs", type=click.IntRange(min=1), default=1, help="Experiments of a race at once.")
 def main(task: str, experiments: tuple[str, ...], over: str | None, race: float | None, jobs: int) -> None:
     params, console = load_params(), Console(highlight=False)
+    refuse_unknown_metrics(params)
     if over:
         choose_settings(params, task, experiments, over, console=console)
     elif race:
         hold_race(params, task, race, jobs=jobs, console=console)
     else:
         compare_experiments(params, task, experiments, console=console)
+
+
+def refuse_unknown_metrics(params: Params) -> None:
+    """Raises UserError for entries of `compare.matters` that no task ranks its recipes by."""
+    ranking: set[str] = set()
+    for task in {recipe.task for recipe in params.recipes.values()}:
+        module = load_task(task, "report")
+        reported = [module.REPORT.metrics] if hasattr(module, "REPORT") else module.METRICS.values()
+        ranking |= {metrics[0].key for metrics in reported}
+    if unknown := [name for name in params.compare.matters if name not in ranking]:
+        found = {f"compare.matters.{name}": f"ranks the recipes of no task{nearest(name, ranking)}" for name in unknown}
+        raise refusal(Path("params.yaml"), found)
 
 
 def compare_experiments(
@@ -87,7 +101,7 @@ def compare_experiments(
     report = task_report(load_task(task, "report"), params, task)
     with tempfile.TemporaryDirectory() as folder:
         found, left_out = comparable(task, names, Path(folder))
-        contenders = read_contenders(params, task, report, [each.data_dir for each in found])
+        contenders = read_contenders(params, report, [each.data_dir for each in found])
         matters = matters or params.compare.matters.get(report.primary.key)
         comparison = compare(report, contenders, matters=matters)
         listed = ", ".join(each.name for each in found)
@@ -190,7 +204,7 @@ def candidates(
     found: dict[str, dict[tuple[str, ...], list[Run]]] = {}
     for recipe in (name for name, each in params.recipes.items() if each.task == report.task):
         for experiment in experiments:
-            run = read_task_run(params, report.task, recipe, report, experiment.data_dir)
+            run = read_task_run(params, report, recipe, experiment.data_dir)
             if run and run.metrics.get("split") == SELECTION:  # other recipes have cards of the validation split
                 facts = conditions(experiment, report.task, [recipe])
                 settings = {fact.partition(": ")[2]: value for fact, value in facts.items()}

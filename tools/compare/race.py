@@ -51,7 +51,7 @@ def runs_by_seed(params: Params, report: TaskReport, experiments: Sequence[Exper
     """The runs of the task's recipes that a race can use. Raises UserError if they are not of the same samples."""
     found = {}
     for name in racing_recipes(params, report.task):
-        read = (read_task_run(params, report.task, name, report, each.data_dir) for each in experiments)
+        read = (read_task_run(params, report, name, each.data_dir) for each in experiments)
         runs = different_models([run for run in read if run])
         found[name] = {run.plan.seed: run for run in runs if run.plan}
     refuse_different_samples([run for of_recipe in found.values() for run in of_recipe.values()])
