@@ -13,10 +13,11 @@ from stages.core.tasks import load_task
 from stages.launcher.pipeline import Request
 from stages.tasks.amr.samples import Record, read_split
 from tests.stage_runs import done, read_params, refused, small_params, write_params
+from tests.tasks import TASKS, asked_of_a_model
 
 pytestmark = pytest.mark.pipeline
 DATA = {"amr": "visempar", "chat": "conversations", "detection": "nutrition-tables", "moe": "both-domains"}
-ROWS = {task: {"task": task, "base": "answers/peer.jsonl", "data": data} for task, data in DATA.items()}
+ROWS = {task: {"task": task, "base": "answers/peer.jsonl", "data": DATA[task]} for task in TASKS}
 
 
 @pytest.fixture(autouse=True)
@@ -78,10 +79,8 @@ def test_every_task_scores_answers_but_those_that_need_a_model() -> None:
     for task in ("detection", "chat"):
         data = DATA[task]
         done("prepare", data)
-        samples = load_task(task, "samples")
-        records = samples.read_split(Path("data/prepared", data), "val")
-        asked = samples.ForModel("qwen2_vl", lambda *size: size) if task == "detection" else samples
-        answered = [asked.conversation(record, answered=True) for record in records]
+        records = load_task(task, "samples").read_split(Path("data/prepared", data), "val")
+        answered = [asked_of_a_model(task).conversation(record, answered=True) for record in records]
         write_answers((each.sample_id, each.messages[-1]["content"][0]["text"]) for each in answered)
         done("evaluate", f"peer-{task}")
         metrics, rows = results(f"peer-{task}")

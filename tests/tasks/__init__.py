@@ -3,9 +3,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from stages.core.errors import UserError
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams, SplitParams
 from stages.core.tasks import load_task
 from stages.kit.data import prepared
+from tests import ROOT
+
+TASKS = sorted(path.parent.name for path in ROOT.glob("stages/tasks/*/report.py"))
+
+
+def asked_of_a_model(task: str) -> Any:
+    """What makes the task's conversations; of detection, for a model that sees images in their own size."""
+    samples = load_task(task, "samples")
+    return samples.ForModel("qwen2_vl", lambda *size: size) if hasattr(samples, "ForModel") else samples
 
 
 def prepare(
@@ -26,6 +38,14 @@ def prepare(
     dataset = DatasetParams(task=task, source=source, splits=named, limit=limit, mix=mix, reader=settings)
     data = DataParams(skip_invalid=skip_invalid, selection=selection)
     return prepared.prepare(load_task(task, "sources"), dataset, data, out_dir, path="datasets.made-up")
+
+
+def refusal(task: str, source: str, out_dir: Path, **options: Any) -> str:
+    """The message with which a dataset is refused, of which nothing is left."""
+    with pytest.raises(UserError) as refused:
+        prepare(task, source, out_dir=out_dir, **options)
+    assert not out_dir.exists()
+    return refused.value.message
 
 
 def write_lines(path: Path, *contents: Any, newline: str = "\n") -> None:

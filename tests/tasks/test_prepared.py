@@ -17,6 +17,7 @@ from stages.kit.data.parquet import write_rows
 from stages.kit.data.prepared import to_row
 from stages.tasks.amr.samples import parse_record
 from tests.damage import damaged_bytes, quick
+from tests.tasks import TASKS, asked_of_a_model
 from tests.tasks.chat.conversations import record as conversation_record
 from tests.tasks.detection.rows import record
 from tests.tasks.moe.made_up import fact, meeting
@@ -50,9 +51,8 @@ class Prepared:
     def use(self, content: bytes) -> int:
         """The number of records; each becomes a question and its answer."""
         (self.folder / "val.parquet").write_bytes(content)
-        module, answer_format = load_task(self.task, "samples"), "full" if self.task == "amr" else None
-        found = module.read_split(self.folder, "val")
-        asked = module.ForModel("qwen2_vl", lambda *size: size) if self.task == "detection" else module
+        found = load_task(self.task, "samples").read_split(self.folder, "val")
+        asked, answer_format = asked_of_a_model(self.task), "full" if self.task == "amr" else None
         for each in found:
             for shown in asked.conversation(each, answered=True, answer_format=answer_format).images:
                 shown.open_image()
@@ -66,7 +66,7 @@ class Prepared:
         return error.value.message
 
 
-@pytest.fixture(scope="module", params=RECORDS)
+@pytest.fixture(scope="module", params=TASKS)
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return Prepared(request.param, tmp_path_factory.mktemp("prepared"))
 

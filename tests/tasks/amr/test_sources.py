@@ -7,7 +7,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.tasks.amr.samples import read_split
 from stages.tasks.amr.samples.blocks import read_blocks
-from tests.tasks import prepare
+from tests.tasks import prepare, refusal
 
 BAD = "#::snt hỏng .\n(h / hỏng\n    :time( / 1900))\n\n"
 
@@ -24,14 +24,6 @@ def folder(path: Path, **files: str | bytes) -> Path:
         data = content if isinstance(content, bytes) else content.encode()
         (path / f"{name}.txt").write_bytes(data)
     return path
-
-
-def refused(source: Path) -> str:
-    out_dir = source.parent / "out"
-    with pytest.raises(UserError) as raised:
-        prepare("amr", f"folder:{source}", out_dir=out_dir)
-    assert not out_dir.exists(), "nothing is left of a refused run"
-    return raised.value.message
 
 
 def test_prepared_records_are_those_of_the_files(tmp_path: Path) -> None:
@@ -104,7 +96,7 @@ def test_every_malformed_sample_is_named_with_file_line_and_reason(tmp_path: Pat
         train_marked="#::snt nói .\n(n / nói :op1 <|im_start|>)\n\n#::snt đi .\n(<|image_pad|> / đi)\n\n",
         val=block(6) + BAD,
     )
-    message = refused(source)
+    message = refusal("amr", f"folder:{source}", tmp_path / "out")
     assert "13 invalid samples" in message
     for problem in (
         "train.txt line 1: a graph without a sentence",
@@ -128,7 +120,7 @@ def test_every_malformed_sample_is_named_with_file_line_and_reason(tmp_path: Pat
 def test_a_sentence_in_both_splits_is_refused_however_it_is_spelled(tmp_path: Path) -> None:
     val = block(3) + block(4, unicodedata.normalize("NFD", "Câu\t SỐ 1 ."))
     source = folder(tmp_path / "amr", train=block(1) + block(2), val=val)
-    assert "train.txt line 1 and val.txt line 7: câu số 1 ." in refused(source)
+    assert "train.txt line 1 and val.txt line 7: câu số 1 ." in refusal("amr", f"folder:{source}", tmp_path / "out")
 
 
 def test_a_test_split_is_read_where_it_is_named(tmp_path: Path) -> None:

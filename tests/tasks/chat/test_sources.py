@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from PIL import Image
 
-from stages.core.errors import UserError
 from stages.tasks.chat.samples import Message, Record, image_problems, order_problems, read_split
 from stages.tasks.chat.sources import ParsedConversation, Reader, parse_conversation
 from tests.damage import VALUES, damaged_tree, quick
 from tests.kit.data.images import bomb, png
-from tests.tasks import prepare, write_lines
+from tests.tasks import prepare, refusal, write_lines
 from tests.tasks.chat.conversations import line, messages
 
 BLUE, GREEN = png(), png((20, 220, 20))
@@ -56,11 +55,8 @@ def prepared(folder: Path, *, selection: float = 0.0, **reader: Any) -> dict[str
     return {split: read_split(folder / "out", split) for split in ("train", "val")}
 
 
-def refusal(folder: Path, **reader: Any) -> str:
-    with pytest.raises(UserError) as error:
-        prepare("chat", f"folder:{folder}", out_dir=folder / "refused", reader=Reader(**reader))
-    assert not (folder / "refused").exists()
-    return error.value.message
+def refused(folder: Path, **reader: Any) -> str:
+    return refusal("chat", f"folder:{folder}", folder / "refused", reader=Reader(**reader))
 
 
 BRIEF = messages("Who?", "You.", "Be brief.")
@@ -136,7 +132,7 @@ def test_the_pixels_of_images_belong_to_the_question(tmp_path: Path) -> None:
     Image.open(tmp_path / "p/train0-0.png").save(tmp_path / "blue.webp", lossless=True)  # the same pixels
     blue = (tmp_path / "blue.webp").read_bytes()
     as_lines(tmp_path, line(1), {"messages": asked(IMAGE, TEXT), "images": [blue]}, name="val")
-    assert "train.jsonl line 1 and val.jsonl line 2: 'or'" in refusal(tmp_path)
+    assert "train.jsonl line 1 and val.jsonl line 2: 'or'" in refused(tmp_path)
 
 
 def with_image(*images: Any) -> dict[str, Any]:
@@ -194,7 +190,7 @@ def test_every_problem_is_named_at_once_or_its_line_left_out(tmp_path: Path) -> 
     assert list(found) == [*range(21, 21 + len(WRONG))]
     for number, (each, problems) in enumerate(WRONG, start=21):
         assert all(problem in found[number] for problem in problems), (each, found[number])
-    message = refusal(folder, group="who", metrics=("json",))
+    message = refused(folder, group="who", metrics=("json",))
     assert f"has {len(WRONG)} invalid samples" in message
     assert "train.jsonl line 21: not JSON" in message
 
@@ -203,16 +199,16 @@ def test_a_table_without_an_images_bytes_is_refused_by_row(tmp_path: Path) -> No
     images = [{"bytes": BLUE, "path": "/home/a.png"}, {"bytes": None, "path": "/home/b.png"}]
     write_table(tmp_path / "train.parquet", {**line(1), "images": images})
     write_table(tmp_path / "val.parquet", line(2))
-    assert "train.parquet row 0: image 2 is" in refusal(tmp_path)
+    assert "train.parquet row 0: image 2 is" in refused(tmp_path)
 
 
 def test_the_same_question_is_in_one_split_whatever_its_group(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", line(1, who="a"), line(2, who="b"), line(3, who="c"))
     write_lines(tmp_path / "val.jsonl", line(9, who="z"), {"messages": messages("what  is 2?", "No."), "who": "y"})
-    message = refusal(tmp_path, group="who")
+    message = refused(tmp_path, group="who")
     assert "1 sample whose question or who is in another split too" in message
     assert "train.jsonl line 2 and val.jsonl line 2: 'What is 2?'" in message
-    assert "1 sample whose question is" in refusal(tmp_path)
+    assert "1 sample whose question is" in refused(tmp_path)
 
 
 def test_a_group_is_held_out_whole_with_all_that_ask_the_same(tmp_path: Path) -> None:
@@ -223,7 +219,7 @@ def test_a_group_is_held_out_whole_with_all_that_ask_the_same(tmp_path: Path) ->
     write_lines(tmp_path / "train.jsonl", *lines)
     assert sorted(map(len, prepared(tmp_path, group="who").values())) == [40, 40]
     write_lines(tmp_path / "in" / "train.jsonl", *lines[:40])
-    assert "has only 1 question or who" in refusal(tmp_path / "in", group="who")
+    assert "has only 1 question or who" in refused(tmp_path / "in", group="who")
 
 
 def test_only_scored_splits_name_metrics(tmp_path: Path) -> None:
@@ -234,11 +230,11 @@ def test_only_scored_splits_name_metrics(tmp_path: Path) -> None:
 
 
 def test_folders_of_both_forms_or_of_neither_are_refused(tmp_path: Path) -> None:
-    assert "has no training files: it is empty. Expected: train*.jsonl or train*.parquet" in refusal(tmp_path)
+    assert "has no training files: it is empty. Expected: train*.jsonl or train*.parquet" in refused(tmp_path)
     write_lines(tmp_path / "val.jsonl", line(1))
-    assert "has no training files: it holds 1 .jsonl file (val.jsonl)" in refusal(tmp_path)
+    assert "has no training files: it holds 1 .jsonl file (val.jsonl)" in refused(tmp_path)
     write_table(tmp_path / "train.parquet", line(1))
-    assert "holds JSON Lines and parquet" in refusal(tmp_path)
+    assert "holds JSON Lines and parquet" in refused(tmp_path)
 
 
 def test_the_hub_is_read_at_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

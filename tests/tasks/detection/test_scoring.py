@@ -203,10 +203,12 @@ def test_only_the_word_none_is_right_for_an_image_without_a_box(scored_boxes: st
 TRUTH, PREDICTED = (0.1, 0.1, 0.5, 0.9), (0.6, 0.2, 0.9, 0.6)
 
 
-def drawn(boxes: tuple[Box, ...], size: tuple[int, int] = (200, 100), **changes: Any) -> Image.Image:
+def drawn(
+    boxes: tuple[Box, ...], size: tuple[int, int] = (200, 100), *, valid: bool = True, **changes: Any
+) -> Image.Image:
     image = png((255, 255, 255), size)
     changes = {"image": image, "width": size[0], "height": size[1], **changes}
-    row = {"iou": 0.5, "valid": True, "boxes": [list(box) for box in boxes], "labels": ["lid"] * len(boxes)}
+    row = {"iou": 0.5, "valid": valid, "boxes": [list(box) for box in boxes], "labels": ["lid"] * len(boxes)}
     return draw_prediction(replace(record([TRUTH]), **changes), row)
 
 
@@ -226,3 +228,10 @@ def test_boxes_are_drawn_at_their_places_truth_thin() -> None:
     assert (pixels[20, 120:180] == PREDICTION_COLOUR).all()
     both = np.asarray(drawn((TRUTH,)))[-100:][10:12, 21:99].reshape(-1, 3)
     assert {tuple(colour) for colour in both.tolist()} == {TRUTH_COLOUR, PREDICTION_COLOUR}
+
+
+def test_the_caption_says_no_box_only_where_none_is_drawn() -> None:
+    """An answer with boxes for an image without any is not valid."""
+    invented, right = (np.asarray(drawn((PREDICTED,), valid=valid)) for valid in (False, True))
+    assert (invented == right).all()
+    assert (np.asarray(drawn((), valid=False))[:-100] != right[:-100]).any()

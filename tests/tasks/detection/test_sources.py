@@ -2,22 +2,16 @@
 
 import json
 import logging
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.tasks.detection.samples import DetectionRecord, ForModel, read_split
 from stages.tasks.detection.sources.rows import Reader
-from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
 from tests.kit.data.images import bomb, patch_jpeg, png
 from tests.tasks import prepare
 from tests.tasks.detection.rows import row, write_dataset
@@ -269,93 +263,3 @@ def test_without_a_split_a_share_is_held_out(tmp_path: Path) -> None:
     found = records(tmp_path, "voc", category="cup", label={})
     assert (len(found["train"]), len(found["val"])) == (8, 2)
     assert found["train"][0].scored_boxes == "first", "one category that is no list"
-
-
-PIECES = {
-    "voc": [*("<object>", "</object>", "<name>", "<", "&", "&lt;", "&x;", "<!DOCTYPE a>", "<![CDATA[", "-1", "1e9")],
-    "yolo": [
-        *("0", " ", "\n", "-1", "1e400", "nan", "99", ".", "\x00", "names:", "*a", "&a", "[", "{", "train: ../..")
-    ],
-    "coco": ["[", "]", "{", "}", ",", '"id"', "1e999", "-", "null", "NaN", "9" * 5000],
-}
-
-
-@pytest.fixture(scope="module", params=WRITERS)
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A form, and a folder of it."""
-    folder = tmp_path_factory.mktemp("damaged") / "whole"
-    WRITERS[request.param](folder, PHOTOS)
-    return request.param, folder
-
-
-def damage(path: Path, form: str, data: st.DataObject) -> None:
-    match data.draw(st.sampled_from(["bytes", "bytes", "text", "tree", "tree", "gone", "folder", "renamed"])):
-        case "bytes":
-            path.write_bytes(data.draw(damaged_bytes(path.read_bytes() or b"0")))
-        case "text" if path.suffix in (".json", ".xml", ".txt", ".yaml"):
-            text = data.draw(damaged_text(path.read_text(errors="replace"), PIECES.get(form, ["x"])))
-            path.write_text(text, errors="ignore")
-        case "tree" if path.suffix == ".json":
-            path.write_text(json.dumps(data.draw(damaged_tree(json.loads(path.read_text())))))
-        case "tree" if path.suffix == ".parquet":
-            damage_table(path, data)
-        case "folder":
-            path.unlink()
-            path.mkdir()
-        case "renamed":
-            path.rename(path.with_name(f"train {path.name}"))
-        case _:
-            path.unlink()
-
-
-@given(data=st.data())
-@quick(30)
-def test_a_damaged_folder_gives_records_or_a_refusal(whole: tuple[str, Path], data: st.DataObject) -> None:
-    (form, folder), skip_invalid = whole, data.draw(st.booleans())
-    damaged, out = folder.with_name("damaged"), folder.with_name("out")
-    shutil.rmtree(damaged, ignore_errors=True)
-    shutil.copytree(folder, damaged)
-    damage(data.draw(st.sampled_from(sorted(path for path in damaged.rglob("*") if path.is_file()))), form, data)
-    columns = COLUMNS if form == "parquet" else None
-    reader = Reader(category=tuple(CLASSES), empty_images=True, format=form, columns=columns)  # type: ignore[arg-type]
-    try:
-        stats = prepare("detection", f"folder:{damaged}", out_dir=out, skip_invalid=skip_invalid, reader=reader)
-    except UserError as error:
-        assert all(len(line) < 1000 for line in error.message.splitlines())
-        return
-    for split, found in stats["splits"].items():
-        assert len(read_split(out, split)) == found["records"]
-        assert found["invalid_rows"] == 0 or skip_invalid
-
-
-def damage_table(path: Path, data: st.DataObject) -> None:
-    """Damages the rows of a parquet file, or the description of its columns."""
-    table = pq.read_table(path)
-    rows, description = table.to_pylist(), json.loads(table.schema.metadata[b"huggingface"])
-    try:
-        if data.draw(st.booleans()):
-            description = data.draw(damaged_tree(description) | VALUES)
-        else:
-            table = pa.Table.from_pylist(data.draw(damaged_tree(rows)))
-        pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(description)}), path)
-    except (pa.ArrowException, TypeError, ValueError, AttributeError, LookupError, OverflowError):
-        path.write_bytes(b"")  # rows that no parquet file holds
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("form", "name", "content"),
-    [
-        ("coco", TRAIN_JSON, '{"images": ' + "[" * 1_000_000),
-        ("voc", "Annotations/a.xml", "<annotation>" + "<a>" * 300_000 + "</a>" * 300_000 + "</annotation>"),
-        ("voc", "Annotations/a.xml", "<annotation><object><name>" + "x" * 3_000_000 + "</name></object></annotation>"),
-        ("yolo", "train/labels/a.txt", "0 0.5 0.5 0.1 0.1 " * 200_000),
-        ("yolo", "data.yaml", "names: " + "[" * 100_000),
-        ("yolo", "data.yaml", "a: &a [x, x]\nb: &b [*a, *a]\nnames: " + "*b"),
-        ("yolo", "data.yaml", "names: [cup]\ntrain: elsewhere\nval: val\n"),
-    ],
-)
-def test_a_file_without_end_is_refused_soon(tmp_path: Path, form: str, name: str, content: str) -> None:
-    WRITERS[form](tmp_path / form, PHOTOS)
-    (tmp_path / form / name).write_text(content)
-    assert len(refusal(tmp_path, form, empty_images=False)) < 3000

@@ -3,11 +3,10 @@ from typing import Any
 
 import pytest
 
-from stages.core.errors import UserError
 from stages.core.params.schema import LimitParams
 from stages.tasks.moe.samples import Record, read_split
 from tests import ROOT
-from tests.tasks import prepare, write_lines
+from tests.tasks import prepare, refusal, write_lines
 from tests.tasks.moe.made_up import longbench, write_table, yale
 
 QUESTIONS = tuple(f"Is it {number}?" for number in range(30))
@@ -16,13 +15,6 @@ QUESTIONS = tuple(f"Is it {number}?" for number in range(30))
 def prepared(source: Path | str, out_dir: Path, **options: Any) -> dict[str, list[Record]]:
     prepare("moe", str(source) if isinstance(source, str) else f"folder:{source}", out_dir=out_dir, **options)
     return {split: read_split(out_dir, split) for split in ("train", "val")}
-
-
-def refusal(source: Path | str, out_dir: Path, **options: Any) -> str:
-    with pytest.raises(UserError) as error:
-        prepared(source, out_dir, **options)
-    assert not out_dir.exists()
-    return error.value.message
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
@@ -66,7 +58,7 @@ def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) 
     with path.open("a", encoding="utf-8") as file:
         file.write(',"Two\nlines?",,,No\n,Few?,Yes\n,Which?,Yes,Yes,No;Yes\n,,Yes,Yes,No\n,Why?,Yes,Yes,;\n')
         file.write(",Odd?,<|im_end|>,x,No\n")
-    message = refusal(tmp_path / "in", tmp_path / "out")
+    message = refusal("moe", f"folder:{tmp_path}/in", tmp_path / "out")
     assert "6 invalid samples" in message
     for problem in (
         "q.csv line 11: no best answer; the question is: 'Two\\nlines?'",
@@ -94,7 +86,7 @@ def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) 
 )
 def test_a_broken_line_of_qmsum_is_named(tmp_path: Path, line: Any, problem: str) -> None:
     write_lines(tmp_path / "in" / "m.jsonl", yale("a"), line, yale("b"))
-    message = refusal(tmp_path / "in", tmp_path / "out")
+    message = refusal("moe", f"folder:{tmp_path}/in", tmp_path / "out")
     assert "m.jsonl line 2: " in message
     assert problem in message
     splits = prepared(tmp_path / "in", tmp_path / "out", skip_invalid=True)
@@ -104,20 +96,20 @@ def test_a_broken_line_of_qmsum_is_named(tmp_path: Path, line: Any, problem: str
 
 def test_a_folder_of_nothing_known_or_of_two_domains_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    assert "it is empty. Expected: TruthfulQA" in refusal(tmp_path / "in", tmp_path / "out")
+    assert "it is empty. Expected: TruthfulQA" in refusal("moe", f"folder:{tmp_path}/in", tmp_path / "out")
     (tmp_path / "in" / "scores.tsv").write_text("a,b\n1,2\n")
-    assert "it holds 1 .tsv file (scores.tsv)" in refusal(tmp_path / "in", tmp_path / "out")
+    assert "it holds 1 .tsv file (scores.tsv)" in refusal("moe", f"folder:{tmp_path}/in", tmp_path / "out")
     write_table(tmp_path / "in" / "q.csv", *QUESTIONS)
     write_lines(tmp_path / "in" / "m.jsonl", yale("a"))
-    assert "holds two domains" in refusal(tmp_path / "in", tmp_path / "out")
-    assert "no dataset folder" in refusal(tmp_path / "nowhere", tmp_path / "out")
-    assert "unknown source 'hub:a/b@c'" in refusal("hub:a/b@c", tmp_path / "out")
+    assert "holds two domains" in refusal("moe", f"folder:{tmp_path}/in", tmp_path / "out")
+    assert "no dataset folder" in refusal("moe", f"folder:{tmp_path}/nowhere", tmp_path / "out")
+    assert "unknown source 'hub:a/b@c'" in refusal("moe", "hub:a/b@c", tmp_path / "out")
 
 
 def test_a_table_of_an_unknown_form_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
     write_table(tmp_path / "facts" / "train.csv", *QUESTIONS)
     (tmp_path / "facts" / "val.csv").write_text("Question,Correct Answers\nWhy?,So\n")
-    message = refusal(tmp_path / "facts", tmp_path / "out")
+    message = refusal("moe", f"folder:{tmp_path}/facts", tmp_path / "out")
     assert "val.csv line 1: lacks the columns 'Best Answer', 'Incorrect Answers'" in message
 
 
@@ -125,7 +117,9 @@ def test_leaks_are_refused_or_left_out_and_a_mix_counts_its_parts(tmp_path: Path
     write_table(tmp_path / "facts" / "train.csv", "Is it  A?", "Is it B?", "Is it C?")
     write_table(tmp_path / "facts" / "val.csv", "is it a?")
     source = f"folder:{tmp_path / 'facts'}"
-    assert "train.csv line 2 and val.csv line 2: Is it  A?" in refusal(tmp_path / "facts", tmp_path / "a")
+    assert "train.csv line 2 and val.csv line 2: Is it  A?" in refusal(
+        "moe", f"folder:{tmp_path}/facts", tmp_path / "a"
+    )
     prepare("moe", source, out_dir=tmp_path / "a", skip_invalid=True)
     stats = prepare("moe", "mix", out_dir=tmp_path / "b", mix={"a": 1})
     assert stats["parts"] == {"a": {"source": source, "asked": 1, "available": 2, "taken": 1}}
@@ -164,12 +158,12 @@ def test_a_mix_sets_aside_what_its_parts_did(tmp_path: Path) -> None:
 
 
 def test_a_mix_of_what_is_not_prepared_or_leaks_is_refused(tmp_path: Path) -> None:
-    assert "run: dvc repro prepare@missing" in refusal("mix", tmp_path / "both", mix={"missing": 1})
+    assert "run: dvc repro prepare@missing" in refusal("moe", "mix", tmp_path / "both", mix={"missing": 1})
     write_table(tmp_path / "a" / "train.csv", "Is it A?")
     write_table(tmp_path / "a" / "val.csv", "Is it B?")
     write_table(tmp_path / "b" / "train.csv", "Is it B?")
     write_table(tmp_path / "b" / "val.csv", "Is it C?")
     for name in "ab":
         prepare("moe", f"folder:{tmp_path / name}", out_dir=tmp_path / f"{name}-out")
-    message = refusal("mix", tmp_path / "both", mix={"a-out": None, "b-out": None})
+    message = refusal("moe", "mix", tmp_path / "both", mix={"a-out": None, "b-out": None})
     assert "b-out/train.csv line 2 and a-out/val.csv line 2: Is it B?" in message

@@ -37,7 +37,6 @@ from stages.tasks.amr.samples.graphs import (
     linked,
     penman_line,
     read_graph,
-    read_without_variables,
     repaired_graph,
     variable_names,
 )
@@ -99,10 +98,6 @@ class Record:
     def parsed(self) -> Node:
         """The canonical graph."""
         return read_graph(self.canonical)
-
-    def parsed_as_written(self) -> Node:
-        """The graph as it was read."""
-        return read_graph(self.graph)
 
 
 def _subject(sentence: str) -> str:
@@ -199,14 +194,14 @@ def decode(text: str, answer_format: str) -> Decoded:
     Strict: an answer is a whole graph and nothing else. Other spellings of the same graph (spaces, line breaks, a
     concept of several words) are read.
     """
-    first, separator, second = text.partition(SEPARATOR) if answer_format == "mtup" else ("", "", text)
-    restored = (
-        _attempt(lambda step: _restored(read_without_variables(step)), first)[0] if answer_format == "mtup" else None
-    )
-    if answer_format == "mtup" and not separator:
+    if answer_format != "mtup":
+        return Decoded(*_read(text, variables=answer_format == "full"))
+    first, separator, second = text.partition(SEPARATOR)
+    graph, _ = _read(first, variables=False)
+    restored = graph and _restored(graph)
+    if not separator:
         return Decoded(None, "the first graph is not followed by a line of ---", restored)
-    graph, problem = _attempt(read_without_variables if answer_format == "ptr" else read_graph, second)
-    return Decoded(graph, problem, restored)
+    return Decoded(*_read(second, variables=True), restored)
 
 
 def repaired(text: str, answer_format: str) -> Node | None:
@@ -226,9 +221,10 @@ def repaired(text: str, answer_format: str) -> Node | None:
     return graph and _restored(graph)
 
 
-def _attempt(read: Callable[[str], Node], text: str) -> tuple[Node | None, str | None]:
+def _read(text: str, *, variables: bool) -> tuple[Node | None, str | None]:
+    """The graph of a text, or the reason if there is none."""
     try:
-        return read(text), None
+        return read_graph(text, variables=variables), None
     except MalformedGraph as malformed:
         return None, str(malformed)
 

@@ -69,23 +69,15 @@ class Node:
         return sorted({target.node for target in targets if isinstance(target, Reference)})
 
 
-def read_graph(text: str) -> Node:
-    """The one graph in a PENMAN text; words are returned as they were written.
+def read_graph(text: str, *, variables: bool = True) -> Node:
+    """The one graph in a text; words are returned as they were written.
 
-    A value that is no variable of the graph is a constant, as is an undefined variable.
+    variables: whether it is PENMAN, in which a value that is no variable of the graph is a constant, as is an undefined
+        variable; or else of the form `(nói :agent (tôi #1) :topic (đi :agent #1))`, in which a node that is referred to
+        carries a pointer, `#` and a number, behind its concept.
     Raises MalformedGraph.
     """
-    graph = _read(text, variables=True, fault=_refuse)
-    assert graph is not None, text
-    return graph
-
-
-def read_without_variables(text: str) -> Node:
-    """The graph in a text of the form `(nói :agent (tôi #1) :topic (đi :agent #1))`.
-
-    A node that is referred to carries a pointer, `#` and a number, behind its concept. Raises MalformedGraph.
-    """
-    graph = _read(text, variables=False, fault=_refuse)
+    graph = _read(text, variables=variables, fault=_refuse)
     assert graph is not None, text
     return graph
 
@@ -95,9 +87,7 @@ def repaired_graph(text: str, *, variables: bool) -> Node | None:
 
     Text before and after the graph goes, parentheses that are open at the end are closed, and a role without a target,
     a target without a role, a node without a concept and an unmatched bracket or quote are dropped. If two nodes have
-    one name, references mean the first.
-
-    variables: whether nodes have variables, or else pointers.
+    one name, references mean the first. variables: as for `read_graph`.
     """
     return _read(text, variables=variables, fault=lambda *_: None)
 

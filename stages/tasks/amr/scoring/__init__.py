@@ -124,7 +124,7 @@ def _row(record: Record, text: str, answer_format: str, time_limit_s: float) -> 
         return Counts(match.matched, ours.size, theirs.size, match.proven)
 
     strict = count(decoded.graph)
-    written = count(decoded.graph, record.parsed_as_written(), as_written)
+    written = count(decoded.graph, read_graph(record.graph), as_written)
     fixed = strict if decoded.valid else count(repaired(text, answer_format))
     restored = count(decoded.restored) if answer_format == "mtup" else None
     return {

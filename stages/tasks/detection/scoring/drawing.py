@@ -28,7 +28,7 @@ def draw_prediction(record: DetectionRecord, row: Mapping[str, Any]) -> Image.Im
     for box, label in record.targets():
         _draw_box(image, box, label if several else None, TRUTH_COLOUR, line=1)
     font = ImageFont.load_default(_FONT_SIZE)
-    figure = f"IoU {row['iou']:.2f}" if row["valid"] else "IoU 0.00, no box"
+    figure = f"IoU {row['iou']:.2f}" if row["valid"] or row["boxes"] else "IoU 0.00, no box"
     text = f"{figure}   {record.image_id}"
     strip = round(_FONT_SIZE * 1.6)
     captioned = Image.new("RGB", (image.width, image.height + strip), "white")

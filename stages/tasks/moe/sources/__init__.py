@@ -10,7 +10,7 @@ import csv
 import io
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,27 +151,22 @@ def _truthfulqa(text: str) -> Iterator[tuple[int, str, Found]]:
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     columns: list[str] = []
     start = 1
-    while True:
-        try:
-            row = next(rows, None)
-        except csv.Error as error:
-            yield start, "", f"not CSV: {error}; what follows cannot be read"
-            return
-        if row is None:
-            return
-        line, start = start, rows.line_num + 1
-        if not columns or not row:
-            columns = columns or row
-            if lacking := [name for name in COLUMNS if columns and name not in columns]:
-                yield line, "", f"lacks the columns {_keys(lacking)} of TruthfulQA"
-                return
-        elif len(row) != len(columns):
-            yield line, "", f"{len(row)} fields, expected the {len(columns)} of the first line"
-        else:
-            question, best, correct, incorrect = (
-                dict(zip(columns, row, strict=True))[name].strip() for name in COLUMNS
-            )
-            yield line, "", _record("truthfulqa", question, None, best, _answers(correct), _answers(incorrect))
+    try:
+        for row in rows:
+            line, start = start, rows.line_num + 1
+            if not columns or not row:
+                columns = columns or row
+                if lacking := [name for name in COLUMNS if columns and name not in columns]:
+                    yield line, "", f"lacks the columns {_keys(lacking)} of TruthfulQA"
+                    return
+            elif len(row) != len(columns):
+                yield line, "", f"{len(row)} fields, expected the {len(columns)} of the first line"
+            else:
+                fields = dict(zip(columns, row, strict=True))
+                question, best, correct, incorrect = (fields[name].strip() for name in COLUMNS)
+                yield line, "", _record("truthfulqa", question, None, best, _answers(correct), _answers(incorrect))
+    except csv.Error as error:
+        yield start, "", f"not CSV: {error}; what follows cannot be read"
 
 
 def _answers(text: str) -> tuple[str, ...]:
@@ -183,17 +178,13 @@ def _qmsum(text: str) -> Iterator[tuple[int, str, Found]]:
     for line, found in json_lines(text):
         if isinstance(found, str):
             yield line, "", found
-        elif reader := _reader(found):
-            for number, sample in enumerate(reader(found), start=1):
-                yield line, "" if reader is _longbench else f".{number}", sample
+        elif MEETING[0] in found and set(MEETING[1:]) & set(found):
+            for number, sample in enumerate(_meeting(found), start=1):
+                yield line, f".{number}", sample
+        elif set(LONGBENCH) <= set(found):
+            yield line, "", _longbench(found)
         else:
             yield line, "", f"neither {_keys(MEETING)} nor {_keys(LONGBENCH)}; found {_keys(found)}"
-
-
-def _reader(content: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Iterator[Found]] | None:
-    if MEETING[0] in content and set(MEETING[1:]) & set(content):
-        return _meeting
-    return _longbench if set(LONGBENCH) <= set(content) else None
 
 
 def _meeting(content: Mapping[str, Any]) -> Iterator[Found]:
@@ -215,17 +206,16 @@ def _meeting(content: Mapping[str, Any]) -> Iterator[Found]:
                 yield f"{name}, number {number}: no text as query, or none as answer"
 
 
-def _longbench(content: Mapping[str, Any]) -> Iterator[Found]:
+def _longbench(content: Mapping[str, Any]) -> Found:
     answers = content["answers"]
     if content.get("dataset", "qmsum") != "qmsum":
-        yield f"of LongBench's {shown(content['dataset'])}, expected its qmsum"
-    elif not _has_texts(content, "input", "context"):
-        yield "no text as input, or none as context"
-    elif not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-        yield f"answers is no list of texts, found {shown(answers)}"
-    else:
-        correct = tuple(answer.strip() for answer in answers)
-        yield _record("qmsum", content["input"].strip(), content["context"].strip(), correct[0], correct)
+        return f"of LongBench's {shown(content['dataset'])}, expected its qmsum"
+    if not _has_texts(content, "input", "context"):
+        return "no text as input, or none as context"
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        return f"answers is no list of texts, found {shown(answers)}"
+    correct = tuple(answer.strip() for answer in answers)
+    return _record("qmsum", content["input"].strip(), content["context"].strip(), correct[0], correct)
 
 
 def _record(
