@@ -81,7 +81,8 @@ def write_made_up_run(
             _write_example(run_dir / "examples" / f"{kind}-{rank}.png")
     if params is not None:
         _write_training(run_dir, name, params)
-    write_model_lineage(run_dir, name)
+    write_lineage(run_dir, kind="base", name=name)
+    (run_dir / LINEAGE_FILE).rename(run_dir / MODEL_LINEAGE_FILE)  # as a card has it
     return run_dir
 
 
@@ -104,12 +105,6 @@ def write_made_up_memory(data_dir: Path, task: str, memory: StageMemory) -> Path
     path = stage_memory_path(data_dir, task, name=memory.name, stage=memory.stage)
     _write_json(path, asdict(memory))
     return path
-
-
-def write_model_lineage(run_dir: Path, name: str) -> None:
-    """The lineage of the evaluated model, under its name in a card."""
-    write_lineage(run_dir, kind="base", name=name)
-    (run_dir / LINEAGE_FILE).rename(run_dir / MODEL_LINEAGE_FILE)
 
 
 def write_made_up_record(data_dir: Path, stage: str, **changes: Any) -> None:

@@ -17,7 +17,6 @@ from stages.compare import compare_task
 from stages.core.errors import UserError
 from stages.reporting.page import render_page
 from stages.reporting.runs import cards_dir
-from stages.reporting.sections import comparison_table
 from stages.tasks.detection.report import REPORT
 from tests.made_up_runs import (
     made_up_ious,
@@ -189,7 +188,7 @@ def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
     contenders = (*(other for other in comparison.contenders if other is not comparison.best), best)
     insights = tuple(replace(insight, topic=nasty, ours=nasty) for insight in comparison.insights)
     poisoned = replace(comparison, contenders=contenders, best=best, insights=insights, headline=nasty)
-    page = render_page(poisoned, comparison_table(poisoned), profile=nasty)
+    page = render_page(poisoned, profile=nasty)
     assert "<img src=x" not in page
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 20
     assert not [name for name in links(page).attributes if name.startswith("on")]

@@ -111,6 +111,6 @@ def compare_runs(task: str) -> Comparison:
 
 def table_text(comparison: Comparison) -> str:
     """The table of a comparison and what follows from it, as data/report/TASK/table.txt has them."""
-    from stages.reporting.sections import comparison_table, comparison_text
+    from stages.reporting.sections import comparison_text
 
-    return comparison_text(comparison, comparison_table(comparison)).strip() + "\n"
+    return comparison_text(comparison).strip() + "\n"

@@ -49,7 +49,7 @@ from stages.reporting.sections import (
     split_settings,
     trainable_table,
 )
-from stages.reporting.tables import Table, cell_text, csv_text
+from stages.reporting.tables import cell_text, csv_text
 
 TEMPLATE = "page.html"
 MAX_IMAGE_WIDTH = 512
@@ -133,26 +133,22 @@ class IntervalRow:
 
 def write_report(comparison: Comparison, report_dir: Path, *, profile: str, console: Console) -> None:
     """Write the files of a report, and print its table."""
-    table = comparison_table(comparison)
     written = {
-        "table.txt": comparison_text(comparison, table),
-        "comparison.md": comparison_markdown(comparison, table),
-        "comparison.csv": csv_text(table),
+        "table.txt": comparison_text(comparison),
+        "comparison.md": comparison_markdown(comparison),
+        "comparison.csv": csv_text(comparison_table(comparison)),
         "comparison.json": json.dumps(flat_metrics(comparison), indent=2) + "\n",
         "costs.json": json.dumps(flat_costs(comparison), indent=2) + "\n",
-        "index.html": render_page(comparison, table, profile=profile),
+        "index.html": render_page(comparison, profile=profile),
     }
     for name, text in written.items():
         publish_text(text, report_dir / name)
-    print_comparison(comparison, table, console)
+    print_comparison(comparison, console)
     console.print(Text(f"The whole report: {report_dir / 'index.html'}"), soft_wrap=True)
 
 
-def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
-    """The whole page; names and texts are escaped, whatever they contain.
-
-    table: the one that the terminal shows.
-    """
+def render_page(comparison: Comparison, *, profile: str) -> str:
+    """The whole page; names and texts are escaped, whatever they contain."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -169,7 +165,7 @@ def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
         comparison=comparison,
         report=report,
         profile=profile,
-        table=table,
+        table=comparison_table(comparison),
         palette=PALETTE,
         colours=colours,
         scores=_score_drawing(comparison, colours),

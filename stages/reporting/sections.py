@@ -78,8 +78,9 @@ def comparison_table(comparison: Comparison) -> Table:
     return Table(columns=(*columns, Column("role", "")), rows=tuple(rows))
 
 
-def print_comparison(comparison: Comparison, table: Table, console: Console) -> None:
+def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the table, the headline and the insights, as text that no name can turn into markup."""
+    table = comparison_table(comparison)
     for part in in_parts(table, console.width):
         console.print()
         console.print(terminal_table(part))
@@ -101,15 +102,15 @@ def print_comparison(comparison: Comparison, table: Table, console: Console) -> 
         console.print(Text(line, style="dim"), soft_wrap=True)
 
 
-def comparison_text(comparison: Comparison, table: Table) -> str:
+def comparison_text(comparison: Comparison) -> str:
     """The terminal's output without colours, TEXT_WIDTH wide."""
     console = Console(file=io.StringIO(), width=TEXT_WIDTH, color_system=None, highlight=False, force_jupyter=False)
     with console.capture() as capture:
-        print_comparison(comparison, table, console)
+        print_comparison(comparison, console)
     return capture.get()
 
 
-def comparison_markdown(comparison: Comparison, table: Table) -> str:
+def comparison_markdown(comparison: Comparison) -> str:
     insights = "\n".join(
         f"- {escape_markdown(insight.topic)}: {escape_markdown(insight.words)}" for insight in comparison.insights
     )
@@ -117,7 +118,7 @@ def comparison_markdown(comparison: Comparison, table: Table) -> str:
     design = escape_markdown(" ".join(design_words(comparison)))
     text = (
         f"# {escape_markdown(comparison.report.title)}\n\n{escape_markdown(comparison.headline)}\n\n"
-        f"{markdown(table)}\n{insights}\n\n{fair}\n\n{design}\n"
+        f"{markdown(comparison_table(comparison))}\n{insights}\n\n{fair}\n\n{design}\n"
     )
     for heading, section in (
         ("Evidence", evidence_table(comparison)),
