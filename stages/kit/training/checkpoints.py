@@ -80,7 +80,7 @@ class Checkpoints:
         _sync(self.folder)
         own = _steps(self.folder)
         kept = [each for each in own if each <= step][-self.keep :]  # a later one is damaged, or it had been resumed
-        for each in {*own} - {*kept} - {_manifest(self.at(each)).get("best") for each in kept}:
+        for each in {*own} - {*kept} - {_best(self.at(each)) for each in kept}:
             _remove(self.at(each))
         if len(kept) == self.keep:
             for other in _idle_trainings(self.folder.parent):
@@ -148,6 +148,14 @@ def damage(checkpoint: Path) -> str | None:
 def _manifest(checkpoint: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     return found
+
+
+def _best(checkpoint: Path) -> int | None:
+    """The step whose checkpoint is kept beside this one; none for a damaged one."""
+    with suppress(OSError, ValueError):
+        best: int | None = _manifest(checkpoint).get("best")
+        return best
+    return None
 
 
 def _name_of(step: int) -> str:

@@ -182,12 +182,16 @@ def _is_undamaged(path: Path) -> bool:
 
 def _remove_unused(root: Path, limit_bytes: int) -> None:
     """Remove features that no training reads, the least recently used first, until the rest is within the limit."""
-    sizes = {folder: sum(path.stat().st_size for path in folder.iterdir()) for folder in root.iterdir()}
-    for folder in sorted(sizes, key=lambda folder: folder.stat().st_mtime_ns):
-        if sum(sizes.values()) <= limit_bytes:
+    found: list[tuple[int, Path, int]] = []  # last use, folder, size
+    for folder in root.iterdir():
+        with suppress(OSError):  # another training is writing to it, or removing it
+            found.append((folder.stat().st_mtime_ns, folder, sum(path.stat().st_size for path in folder.iterdir())))
+    total = sum(size for _, _, size in found)
+    for _, folder, size in sorted(found):
+        if total <= limit_bytes:
             return
         with suppress(OSError):
             if lock := try_lock(folder / LOCK):
                 with lock:
                     shutil.rmtree(folder)
-                    del sizes[folder]
+                    total -= size

@@ -244,7 +244,7 @@ def test_a_completion_that_vllm_had_no_room_for_is_refused(own_answers: dict[str
     [
         ("torch.OutOfMemoryError: CUDA out of memory.", "exit 3", "exit code 3", OUT_OF_MEMORY),
         ("as ever", "kill -KILL $$", "signal 9", OUT_OF_MEMORY),
-        ("No module named vllm", "exit 3", "exit code 3", 1),
+        ("No module named vllm", "sleep 600 & exit 3", "exit code 3", 1),  # what it started holds its pipe
     ],
 )
 def test_a_worker_that_dies_is_quoted_and_out_of_memory_recognised(

@@ -129,6 +129,7 @@ def test_they_are_kept_to_their_number(tmp_path: Path, keep: int) -> None:
         for step in range(1, 8):
             save(checkpoints, step)
             assert steps_of(checkpoints) == [*range(1, step + 1)][-keep:]
+            (checkpoints.at(step) / MANIFEST).write_text("{")  # a damaged one does not stop the training
 
 
 def test_idle_trainings_lose_theirs_once_this_one_has_all_of_its_own(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_the_least_recently_used_features_go_but_none_that_a_training_reads(buil
         trainer.data_collator = plain
         return frozen_features(trainer, tmp_path, {"base": base}, limit_gb=limit_gb)
 
+    (tmp_path / "a file").touch()
     folders = {base: tmp_path / features._digest(trainer.plan, {"base": base}) for base in "abcd"}
     for base in "abca":
         with use(base):

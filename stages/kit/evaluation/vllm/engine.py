@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from signal import SIGKILL
+from threading import Thread
 
 import pydantic
 import torch
@@ -261,19 +262,24 @@ def _run_worker(environment: Installed, folder: Path) -> tuple[int, str]:
         process_group=0,  # Ctrl-C reaches it once, through this process
         preexec_fn=end_with_parent(),
     )
-    assert child.stdout is not None
-    try:
-        for line in map(str.rstrip, child.stdout):
+
+    def read() -> None:
+        for line in map(str.rstrip, child.stdout or ()):
             if line.startswith("answered "):
                 log.info(line)
             elif line:
                 print(line, file=sys.stderr)
                 lines.append(line)
+
+    # Not until the pipe ends: a process that a dead worker started may hold it open.
+    (reader := Thread(target=read)).start()
+    try:
         code = child.wait()
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, SIGKILL)
         child.wait()
+        reader.join()
     return code, "\n".join(lines)
 
 
