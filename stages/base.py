@@ -17,7 +17,8 @@ from stages.core.lineage import short, write_lineage
 from stages.core.params import load_params
 from stages.core.records import published
 from stages.kit.data.sources import fetch_snapshot
-from stages.kit.models.folders import MODEL_FILES, check_model_folder, copy_model_files, model_type
+from stages.kit.models.folders import MODEL_FILES, check_model_folder, copy_model_files
+from stages.kit.models.load import load_config
 from stages.kit.models.prompts import check_chat_template
 
 log = logging.getLogger("stages")
@@ -40,7 +41,7 @@ def main(name: str) -> None:
             source = {"folder": where}
         try:
             check_model_folder(folder)
-            family = model_type(folder)
+            family = load_config(folder).model_type
             check_chat_template(folder)
         except UserError as error:  # about the copy, which the user does not know
             raise UserError(error.message.replace(str(folder), where)) from None

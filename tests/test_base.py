@@ -29,8 +29,8 @@ DISTILLED = (TEMPLATES_DIR / "deepseek_r1_distill.jinja").read_text()
 @pytest.mark.parametrize(
     ("file", "content", "part"),
     [
-        *(("config.json", config, "my model/config.json") for config in ("[" * 200_000, "{}", "\xff")),
-        ("config.json", '{"model_type": 5}', "my model/config.json"),
+        *(("config.json", config, "my model/config.json") for config in ("[" * 200_000, "\xff")),
+        *(("config.json", config, "my model is no model that can be") for config in ("{}", '{"model_type": 5}')),
         ("tokenizer.json", "{}", "my model is no model that can be loaded"),
         *(
             ("chat_template.jinja", template, "the chat template of my model (chat_template.jinja")

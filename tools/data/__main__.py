@@ -168,14 +168,14 @@ def as_trained(
     if name is None or inputs is None or not inputs.has_tokenizer:
         return [("tokens", f"not counted: the base of profile {params.profile} is not fetched yet")], ""
     # Slow to import.
-    from stages.kit.models.folders import model_type
+    from stages.kit.models.load import load_config
     from stages.kit.models.prompts import count_tokens, load_processor, samples_for, tokenizer_of
     from stages.kit.training.batches import IGNORED, ConversationCollator
 
     recipe, samples = params.recipe(name), load_task(task, "samples")
     processor = load_processor(inputs.config_dir, params.active.images)
     converse = partial(
-        samples_for(samples, model_type(inputs.config_dir), processor).conversation,
+        samples_for(samples, load_config(inputs.config_dir).model_type, processor).conversation,
         answered=True,
         answer_format=recipe.answer_format,
     )

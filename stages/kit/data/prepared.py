@@ -12,7 +12,6 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
@@ -234,9 +233,7 @@ class _Split(Generic[R]):
         def digest(numbered: tuple[int, R]) -> bytes:
             return hashlib.sha256(json.dumps(numbered[1].content()).encode()).digest()
 
-        return [
-            record for _, record in sorted(heapq.nsmallest(limit, enumerate(records), key=digest), key=itemgetter(0))
-        ]
+        return [record for _, record in sorted(heapq.nsmallest(limit, enumerate(records), key=digest))]
 
 
 class _Preparation(Generic[R]):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -34,8 +34,6 @@ from stages.kit.planning.prediction import Prediction
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 2.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,13 +171,12 @@ def generate_answers(
     tokenizer = copy.deepcopy(tokenizer_of(processor))
     ends = end_tokens(model.generation_config, tokenizer)
 
-    def prepare(indices: list[int]) -> dict[str, torch.Tensor]:
-        return encode(processor, [questions[index] for index in indices], padding_side="left", max_length=room)
-
     def is_whole(tokens: list[int]) -> bool:
         return tokens[-1] in ends or (complete is not None and complete(decoded(tokenizer, tokens, ends)))
 
-    batches = prepared_ahead(longest_first(questions, prefill_batch_size(batch_size)), prepare)
+    batches = encoded_batches(
+        processor, questions, prefill_batch_size(batch_size), padding_side="left", max_length=room
+    )
     started = logged = time.monotonic()
     answers: dict[int, str] = {}
     num_cut = 0
@@ -354,11 +351,18 @@ def longest_first(conversations: Sequence[Conversation], batch_size: int) -> lis
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 
 
-def prepared_ahead(batches: Sequence[list[int]], prepare: Callable[[list[int]], T]) -> Iterator[tuple[list[int], T]]:
-    """Each batch with the result of `prepare`, which a thread computes one batch ahead.
+def encoded_batches(
+    processor: Processor, conversations: Sequence[Conversation], batch_size: int, **options: Any
+) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
+    """Batches of conversations by their indices, as `longest_first` orders them, and the model's inputs for each.
 
-    An error of `prepare` is raised when its batch is due.
+    A thread encodes one batch ahead; an error of it is raised when its batch is due. options: of `encode`.
     """
+
+    def prepare(indices: list[int]) -> dict[str, torch.Tensor]:
+        return encode(processor, [conversations[index] for index in indices], **options)
+
+    batches = longest_first(conversations, batch_size)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare") as thread:
         upcoming = [thread.submit(prepare, batch) for batch in batches[:1]]
         for batch, following in zip_longest(batches, batches[1:]):

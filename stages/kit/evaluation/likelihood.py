@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.answer import longest_first, prepared_ahead
+from stages.kit.evaluation.answer import encoded_batches
 from stages.kit.mixture.certificate import Routing
 from stages.kit.mixture.routing import outputs_of, routers_of, routing_by_row
-from stages.kit.models.prompts import Processor, encode
+from stages.kit.models.prompts import Processor
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +47,14 @@ def answer_log_likelihoods(
     Results are the same in batches as one by one, but for rounding. Log-probabilities are computed in fp32 whatever the
     model's precision, and only for tokens of the answers, LOGIT_ROWS at a time.
     """
-
-    def prepare(indices: list[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        batch = [conversations[index] for index in indices]
-        inputs = encode(processor, batch, padding_side="right", max_length=max_length, mark_answers=True)
-        return inputs, inputs.pop("answers")
-
     likelihoods: dict[int, AnswerLikelihood] = {}
     started = time.monotonic()
-    for indices, (inputs, in_answer) in prepared_ahead(longest_first(conversations, batch_size), prepare):
-        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-        sums = _sums(model, inputs, in_answer.to(model.device))
+    for indices, batch in encoded_batches(
+        processor, conversations, batch_size, padding_side="right", max_length=max_length, mark_answers=True
+    ):
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        in_answer = inputs.pop("answers")
+        sums = _sums(model, inputs, in_answer)
         for index, total, tokens in zip(indices, sums, in_answer.sum(dim=1).tolist(), strict=True):
             likelihoods[index] = AnswerLikelihood(total, tokens)
         rate = len(likelihoods) / (time.monotonic() - started)
@@ -99,14 +96,11 @@ def routing(
     routers = routers_of(model)
     if not routers:
         return None
-
-    def prepare(indices: list[int]) -> dict[str, torch.Tensor]:
-        batch = [conversations[index] for index in indices]
-        return encode(processor, batch, padding_side="right", max_length=max_length)
-
     found: dict[int, Routing] = {}
-    for indices, inputs in prepared_ahead(longest_first(conversations, batch_size), prepare):
-        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    for indices, batch in encoded_batches(
+        processor, conversations, batch_size, padding_side="right", max_length=max_length
+    ):
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
         with outputs_of(routers) as outputs:
             model.base_model(**inputs, use_cache=False)
         found |= zip(indices, routing_by_row(outputs, inputs["attention_mask"]), strict=True)

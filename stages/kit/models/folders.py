@@ -112,14 +112,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def model_type(folder: Path) -> str:
-    """The family that config.json names. Raises UserError as read_config does, and if it names none."""
-    found = read_config(folder).get("model_type")
-    if not isinstance(found, str):
-        raise UserError(f"{folder}/config.json names no model_type, by which transformers knows a model")
-    return found
-
-
 def _refuse_code(path: Path, content: Any) -> None:
     for key, value in _settings(content):
         if key in OWN_CODE and isinstance(value, dict | list | str):

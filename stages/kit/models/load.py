@@ -50,21 +50,17 @@ def load_model(
     quantization: str = "none",
     attn: str = "sdpa",
     padding_free: bool = False,
-    placement: str = "single",
-    gpus: Mapping[str, int] | None = None,
+    places: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A model from a Hugging Face folder, all of it on the device or devices that the profile names.
+    """A model from a Hugging Face folder, on the device of this process.
 
-    precision: of the weights. padding_free: whether its inputs are several samples in a row. placement: single and ddp
-    put it on one device, balanced spreads the layers over `gpus` (by module name, `balanced_gpus`), sharded leaves it
-    on the CPU, for `shard`.
+    precision: of the weights. padding_free: whether its inputs are several samples in a row. places: devices by module
+    name in place of that device; the start of a training checks them.
     Raises UserError if a layer would land on a CPU or a disk beside a GPU.
     """
-    assert (gpus is not None) == (placement == "balanced"), placement
     check_device(device, precision)
-    where = torch.device("cpu") if placement == "sharded" else local_device(device)
     config = load_config(folder)
-    options: dict[str, Any] = {"device_map": {"": where} if gpus is None else dict(gpus)}
+    options: dict[str, Any] = {"device_map": {"": local_device(device)} if places is None else dict(places)}
     if quantization == "nf4":
         options["quantization_config"] = nf4_config(precision)
     model, loaded = auto_class(config).from_pretrained(
@@ -88,14 +84,17 @@ def load_model(
         # bitsandbytes repacks 4-bit weights for evaluation on such a CPU, and rounds otherwise from then on.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    if placement != "sharded":
+    if places is None:
         check_placement(model, device)
     return model
 
 
 def load_base(plan: Plan) -> PreTrainedModel:
-    """The base of a recipe, placed as planned."""
+    """The base of a recipe, placed as planned; on the CPU if it is still to be sharded (`shard`)."""
     base_dir = Path(plan.base_dir)
+    places: dict[str, Any] | None = {"": "cpu"} if plan.is_sharded else None
+    if plan.placement == "balanced":
+        places = balanced_gpus(plan, load_config(base_dir))
     return load_model(
         base_dir,
         device=plan.device,
@@ -103,8 +102,7 @@ def load_base(plan: Plan) -> PreTrainedModel:
         quantization=plan.quantization,
         attn=plan.attn,
         padding_free=plan.padding_free,
-        placement=plan.placement,
-        gpus=balanced_gpus(plan, load_config(base_dir)),
+        places=places,
     )
 
 
@@ -229,15 +227,13 @@ def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:
         )
 
 
-def balanced_gpus(plan: Plan, config: PreTrainedConfig) -> dict[str, int] | None:
-    """GPU by module name, counted from 0; submodules go with their module. None with another placement.
+def balanced_gpus(plan: Plan, config: PreTrainedConfig) -> dict[str, int]:
+    """GPU by module name, counted from 0; submodules go with their module.
 
     This is transformers' own device_map "balanced" for the plan's weights, on GPUs that hold any amount: each gets
     about as many bytes of weights as the others, layers stay whole, and weights that are tied stay together. Unlike
     `from_pretrained(device_map="balanced")` it does not depend on a GPU's free memory; nothing moves to a CPU.
     """
-    if plan.placement != "balanced":
-        return None
     dtype = DTYPES[plan.precision]
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype)

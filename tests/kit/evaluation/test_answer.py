@@ -19,9 +19,9 @@ from stages.core.tasks import load_task
 from stages.kit.data.conversation import Conversation, message
 from stages.kit.evaluation.answer import (
     batch_size_for,
+    encoded_batches,
     generate_answers,
     load_answerer,
-    prepared_ahead,
 )
 from stages.kit.memory.predict import predict_generation
 from stages.kit.memory.step import Inference
@@ -158,17 +158,22 @@ def test_an_answer_ends_when_it_is_complete(tiny_vlm: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_comes_with_its_batch_and_leaves_no_thread(error: type[BaseException]) -> None:
-    def prepare(batch: list[int]) -> int:
-        if batch == [2] and error is ValueError:
+def test_an_error_comes_with_its_batch_and_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def encode(_: Any, conversations: list[Conversation]) -> str:
+        if conversations[0].sample_id == "1" and error is ValueError:
             raise error
-        return 10 * batch[0]
+        return conversations[0].sample_id
 
-    seen = []
+    monkeypatch.setattr("stages.kit.evaluation.answer.encode", encode)
+    seen: list[Any] = []
+    processor: Any = None
+    asked = [Conversation(sample_id=str(number), messages=[message("user", "?" * (9 - number))]) for number in range(4)]
     with pytest.raises(error):
-        for _, prepared in prepared_ahead([[1], [2], [3], [4]], prepare):
-            seen.append(prepared)
+        for _, encoded in encoded_batches(processor, asked, 1):
+            seen.append(encoded)
             if error is KeyboardInterrupt:
                 raise error
-    assert seen == [10]
+    assert seen == ["0"]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prepare")]
