@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -41,7 +40,7 @@ from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.kit.training.features import frozen_features
 from stages.kit.training.processes import is_first_process, is_worker, run_workers, set_up
-from stages.kit.training.records import Trace, tracking_arguments, write_records
+from stages.kit.training.records import tracking_arguments, write_records
 from stages.kit.training.resume import identity_of, train_to_the_end
 from stages.kit.training.trainer import RecipeTrainer
 
@@ -95,20 +94,19 @@ def train(plan: Plan, attempt: int) -> None:
         published(run_dir / "training", keep=first) as training_dir,
         published(run_dir / "trained", keep=first) as trained_dir,
     ):
-        parts: dict[str, Any] = {"processor": processor, "collator": collator, "validator": validator}
-        trainer = make_trainer(plan, model=model, **parts, **tracking)
+        trainer = make_trainer(
+            plan, model=model, processor=processor, collator=collator, validator=validator, **tracking
+        )
         features_gb = params.active.memory.features_gb
         kept_features = frozen_features(trainer, repository / ".bakeoff/features", identity, limit_gb=features_gb)
         with kept_features, trainer.gpu_use:
-            trace = train_to_the_end(trainer, checkpoints, params.checkpoints)
-        save(trainer, trace, base, attempt, training_dir, trained_dir)
+            train_to_the_end(trainer, checkpoints, params.checkpoints)
+        save(trainer, base, attempt, training_dir, trained_dir)
     if first:
         memory.write("train", plan.recipe, task=plan.task)
 
 
-def save(
-    trainer: RecipeTrainer, trace: Trace, base: Lineage, attempt: int, training_dir: Path, trained_dir: Path
-) -> None:
+def save(trainer: RecipeTrainer, base: Lineage, attempt: int, training_dir: Path, trained_dir: Path) -> None:
     """Write what was trained, and its records, in the first process; every process calls it, as each has a share."""
     plan, trained = trainer.plan, trainer.accelerator.unwrap_model(trainer.model)
     tensors = trained_tensors(trained)
@@ -117,7 +115,7 @@ def save(
     save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
     parents = {"base": (Path(plan.base_dir), base)}
     lineage = write_lineage(trained_dir, kind="trained", name=plan.recipe, parents=parents)
-    record = write_records(trainer, trace, training_dir, attempt=attempt)
+    record = write_records(trainer, training_dir, attempt=attempt)
     log.info("trained %s, content %s: %s", plan.recipe, short(lineage.digest), record.summary())
 
 

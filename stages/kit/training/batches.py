@@ -33,7 +33,6 @@ IGNORED = -100
 FEATURES = "image_features"
 """Entry of a batch with features of its images in place of their pixels (features.py): (image tokens, width of the
 language model), one image after the other."""
-PADDING = {"labels": IGNORED, "attention_mask": 0, "mm_token_type_ids": 0}
 
 
 class ConversationCollator:
@@ -136,15 +135,13 @@ class ConversationCollator:
             f"limit {self.max_length}"
         )
 
-    def largest_samples(self, count: int) -> list[int]:
-        """The `count` longest samples in tokens, the longest first; all if there are fewer.
+    def largest_batch(self, micro_batch: int) -> dict[str, Any]:
+        """The longest samples in tokens, the longest first; all if there are fewer.
 
         An image takes tokens by its pixels, so these have the most pixels too, if all or none have images.
         """
-        return sorted(range(len(self.lengths)), key=lambda sample: (-self.lengths[sample], sample))[:count]
-
-    def largest_batch(self, micro_batch: int) -> dict[str, Any]:
-        return self([{"sample": sample} for sample in self.largest_samples(micro_batch)])
+        ordered = sorted(range(len(self.lengths)), key=lambda sample: (-self.lengths[sample], sample))
+        return self([{"sample": sample} for sample in ordered[:micro_batch]])
 
     def _refuse_too_long(self, conversation: Conversation, length: int) -> None:
         if length > self.max_length:
@@ -157,7 +154,7 @@ class ConversationCollator:
 
 def padded(samples: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """The padded batch of samples that were collated one by one, equal to collating them together."""
-    values = {"input_ids": pad_token_id, **PADDING}
+    values = {"input_ids": pad_token_id, "labels": IGNORED, "attention_mask": 0, "mm_token_type_ids": 0}
     batch = {}
     for name in dict.fromkeys(name for sample in samples for name in sample):
         tensors = [sample[name] for sample in samples if name in sample]

@@ -27,15 +27,17 @@ def is_first_process() -> bool:
 
 
 def is_worker() -> bool:
-    """Whether torchrun started this process, which then ends with it."""
-    if "LOCAL_RANK" not in os.environ:
-        return False
-    end_with_own_parent()
-    return True
+    """Whether torchrun started this process."""
+    return "LOCAL_RANK" in os.environ
 
 
 def set_up(plan: Plan) -> None:
-    """This process's GPUs, allocator, kernels and seeds, before CUDA starts. Raises as `prepare_kernels` does."""
+    """This process's GPUs, allocator, kernels and seeds, before CUDA starts; a worker ends with torchrun.
+
+    Raises as `prepare_kernels` does.
+    """
+    if is_worker():
+        end_with_own_parent()
     see_only(plan.device)
     if plan.expandable_segments and plan.on_gpu:
         expand_segments()

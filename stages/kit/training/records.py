@@ -79,11 +79,11 @@ class TrainingRecord(Record):
     """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
 
     @classmethod
-    def of(cls, trainer: RecipeTrainer, trace: Trace, *, attempt: int) -> TrainingRecord:
+    def of(cls, trainer: RecipeTrainer, *, attempt: int) -> TrainingRecord:
         """trainer: of a training that has ended, by the plan as it is after `attempt` rungs."""
         plan, state, seconds, kept_step = trainer.plan, trainer.state, trainer.seconds, trainer.kept_step
         peak_bytes, reserved_bytes = trainer.peak_bytes()
-        overflows = sum(not isfinite(float.fromhex(grad_norm)) for _, grad_norm in trace)
+        overflows = sum(not isfinite(float.fromhex(grad_norm)) for _, grad_norm in trainer.trace or ())
         last = {name: value for entry in state.log_history for name, value in entry.items()}
         schedule = plan.schedule
         validated = {
@@ -148,11 +148,11 @@ CURVES = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_a
 """Figures of Trainer's log that are written as curves."""
 
 
-def write_records(trainer: RecipeTrainer, trace: Trace, training_dir: Path, *, attempt: int) -> TrainingRecord:
+def write_records(trainer: RecipeTrainer, training_dir: Path, *, attempt: int) -> TrainingRecord:
     """Write training.json, trace.csv, and the curves."""
-    record = TrainingRecord.of(trainer, trace, attempt=attempt)
+    record = TrainingRecord.of(trainer, attempt=attempt)
     record.write(training_dir / "training.json")
-    rows = (f"{step},{loss},{grad_norm}" for step, (loss, grad_norm) in enumerate(trace, start=1))
+    rows = (f"{step},{loss},{grad_norm}" for step, (loss, grad_norm) in enumerate(trainer.trace or (), start=1))
     publish_text("\n".join(("step,loss,grad_norm", *rows)) + "\n", training_dir / "trace.csv")
     write_curves(trainer.state.log_history, training_dir)
     return record

@@ -7,8 +7,6 @@ with the same identity: everything that the resulting bytes depend on.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import platform
@@ -32,12 +30,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
 
 import stages
 from stages.core.environment import ARITHMETIC_PREFIXES, arithmetic, installed_packages
 from stages.core.errors import UserError
-from stages.core.lineage import Lineage, file_digest
+from stages.core.lineage import Lineage, file_digest, json_digest
 from stages.core.params.schema import OPTIMIZERS, CheckpointParams, DeviceParams
 from stages.core.signals import ENDING, SAME_REQUEST_S, handling
 from stages.kit.internals.accelerate_internals import set_last_batch
@@ -52,8 +51,8 @@ from stages.kit.training.records import Trace, best_step, is_over
 log = logging.getLogger(__name__)
 
 
-def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params: CheckpointParams) -> Trace:
-    """Train from the newest checkpoint, or from the start; returns the trace.
+def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params: CheckpointParams) -> None:
+    """Train from the newest checkpoint, or from the start.
 
     Every process of a training calls it. A signal that asks to end lets the current step finish and be saved; then all
     processes raise SystemExit with 128 + its number. A second one, a while later, ends this process at once.
@@ -63,7 +62,9 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
     (newest,) = trainer.max_over_ranks((checkpoints.newest() or 0) if first else 0)
     trainer.checkpoints, trainer.trace = checkpoints, []
     num_steps = trainer.args.max_steps
-    trainer.args.eval_on_start = not newest and trainer.plan.validation is not None
+    if trainer.plan.validation is not None:
+        trainer.args.eval_on_start, trainer.args.eval_strategy = not newest, IntervalStrategy.STEPS
+        trainer.args.eval_steps = trainer.plan.validation.every_steps  # and the last step
     if newest:
         log.info("resuming from step %d/%d", newest, num_steps)
     saving = SaveInTime(trainer, params)
@@ -95,7 +96,6 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
             *(ended, num_steps, trainer.plan.validation.patience, trainer.plan.validation.by, best or "0, untrained"),
         )
     trainer.keep_best()
-    return trainer.trace
 
 
 class SaveInTime(TrainerCallback):
@@ -170,7 +170,8 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
         return time.monotonic() - self._began
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._began = time.monotonic()
+        self._began, self._step_losses = time.monotonic(), []
+        self.current_gradient_accumulation_steps = 1  # of what is computed before the first step sets its own
         return super().train(*args, **kwargs)
 
     def max_over_ranks(self, *values: int) -> tuple[int, ...]:
@@ -434,15 +435,15 @@ def identity_of(plan: Plan, *, attempt: int, base: Lineage, data: Mapping[str, P
     variables = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(ARITHMETIC_PREFIXES))
     packages = [platform.python_version(), installed_packages(sys.path)]
     return {
-        "plan": _sha256(json.dumps(asdict(replace(plan, recipe="")), sort_keys=True)),
+        "plan": json_digest(asdict(replace(plan, recipe=""))),
         "attempt": str(attempt),
         "base": base.digest,
         **{name: file_digest(path) for name, path in data.items()},
-        "code": _sha256("\n".join(f"{path} {digest}" for path, digest in _imported_code())),
-        "packages": _sha256(json.dumps(packages)),
+        "code": json_digest([*_imported_code()]),
+        "packages": json_digest(packages),
         "image": os.environ.get("BAKEOFF_IMAGE", "process"),
         "device": _device(plan.device),
-        "environment": _sha256(json.dumps(variables)),
+        "environment": json_digest(variables),
     }
 
 
@@ -471,7 +472,3 @@ def _device(device: DeviceParams) -> str:
     else:
         names = [arithmetic(os.environ), f"{torch.get_num_threads()} threads"]
     return f"{device.count} x {device.kind}: {', '.join(names)}"
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,7 +1,7 @@
 """A recipe's training step: TRL's SFTTrainer, resumable, with a learning rate for each part of the model.
 
 In order: the trainer and its arguments, the order of a step's samples, the start contract before and after the first
-backward pass, the rehearsal, which sends the largest batch through after the first step, and progress.
+backward pass, the rehearsal of the largest batch, and progress.
 """
 
 from __future__ import annotations
@@ -77,8 +77,6 @@ class RecipeTrainer(ResumableTrainer):
             callbacks=[StartContract(plan), self.rehearsal, self.progress],
         )
         self.remove_callback(PrinterCallback)
-        if validator is not None:
-            self.add_callback(WhenToValidate(plan))
         for parameter in self.model.parameters():
             if parameter.requires_grad:  # SFTTrainer casts what is trained on a quantized model to bf16
                 parameter.data = parameter.data.to(torch.float32)
@@ -141,7 +139,6 @@ class RecipeTrainer(ResumableTrainer):
         training changes."""
         assert self.validator is not None
         assert self.plan.validation is not None
-        self.current_gradient_accumulation_steps = 1  # of a batch that is validated; each step sets its own
         with unchanged(self):
             self.model.eval()  # SFTTrainer logs its own figures of validation in this mode
             # The first process decides for all: one whose figures differ in a last digit would stop when others go on.
@@ -313,15 +310,6 @@ MAX_OVERFLOWS = 16
 """First steps that may overflow under fp16: GradScaler starts at 2**16 and halves its scale after each."""
 
 
-class WhenToValidate(TrainerCallback):
-    def __init__(self, plan: Plan) -> None:
-        assert plan.validation is not None
-        self.every_steps = plan.validation.every_steps
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        control.should_evaluate = state.global_step % self.every_steps == 0 or state.global_step == state.max_steps
-
-
 class StartContract(TrainerCallback):
     """Checks gradients once, between the first backward pass and the first optimizer step.
 
@@ -352,11 +340,13 @@ def _overflowed(model: nn.Module) -> bool:
 
 
 class Rehearsal(TrainerCallback):
-    """Sends the largest micro-batch forward and backward once, right after the optimizer's first step.
+    """Sends the largest micro-batch forward and backward: a lack of memory shows in the first minutes, not hours later.
 
-    So a lack of memory shows in the first minutes, not hours into the training. Before that step the optimizer has no
-    states. With accumulation the batch goes twice, as all micro-batches but a step's first find gradients already
-    there. Trained weights stay the same, bit for bit. Under ddp and sharded each process sends the same samples.
+    Right after the optimizer's first step, before which it has no states, and before the validation of the untrained
+    model, which would be repeated on every rung of the ladder.
+
+    With accumulation the batch goes twice, as all micro-batches but a step's first find gradients already there.
+    Trained weights stay the same, bit for bit. Under ddp and sharded each process sends the same samples.
     """
 
     def __init__(self, trainer: RecipeTrainer) -> None:
@@ -365,7 +355,11 @@ class Rehearsal(TrainerCallback):
         self.cpu_peak_bytes = 0
         """Peak of tensors on a CPU; 0 on a GPU, whose allocator keeps the account."""
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if args.eval_on_start:
+            self.rehearse()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self.done and self.trainer.optimizer.state:  # fp16 may skip the first steps
             self.cpu_peak_bytes = self.rehearse()
             self.done = True

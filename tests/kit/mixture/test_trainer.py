@@ -13,17 +13,16 @@ from torch.nn import functional as F
 from stages.core.errors import UserError
 from stages.core.params.schema import LoraParams, PartsParams
 from stages.kit.mixture.routing import outputs_of, routers_of
-from stages.kit.mixture.trainer import BalancedTrainer, RouterTrainer, make_trainer, router_loss
-from stages.kit.models.adapters import apply_recipe, count_trainable, part_of, trained_modules
+from stages.kit.mixture.trainer import BalancedTrainer, RouterTrainer, router_loss
+from stages.kit.models.adapters import apply_recipe, part_of, trained_modules
 from stages.kit.models.load import load_config, meta_model
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import ConversationCollator, experts_of
-from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
 from stages.tasks.moe import samples as moe_samples
 from tests.kit.mixture.dense import conversation, load, merged, set_routers
-from tests.kit.training.small import TakeGradients, plan_for
+from tests.kit.training.small import TakeGradients, plan_for, trainer_on
 from tests.tasks.moe.made_up import fact, meeting
 
 QUESTIONS = ("What is {}?", "Chair: {}. Clerk: so then, so then. What was agreed?", "Tell me {} again")
@@ -41,7 +40,7 @@ def labels_plan(*, micro_batch: int = 8, **changes: Any) -> Plan:
     """One step of 8 samples for the gates alone, by labels, unless changed."""
     domains = changes.pop("domains", ("facts", "meetings", "orders"))
     settings: dict[str, Any] = {"effective_batch": 8, "epochs": 1, "max_grad_norm": 1e9, "lora": None}
-    settings |= {"parts": FULL, "full_targets": {"llm": ("mlp.gate",)}, "loss": "router-labels"}
+    settings |= {"quantization": "none", "parts": FULL, "full_targets": {"llm": ("mlp.gate",)}, "loss": "router-labels"}
     return replace(plan_for("r1-llm-only", micro_batch=micro_batch, **{**settings, **changes}), domains=domains)
 
 
@@ -50,12 +49,16 @@ def tokens_plan(**changes: Any) -> Plan:
     return labels_plan(loss="assistant-only", domains=(), **changes)
 
 
+def experts_for(loss: str) -> list[int] | None:
+    return EXPERTS if loss == "router-labels" else None
+
+
 def collator_of(folder: Path, loss: Any = "router-labels", *, packed: bool = False) -> ConversationCollator:
     return ConversationCollator(
         *(load_processor(folder, None), SAMPLES, lambda it: it),
         loss=loss,
         max_length=2048,
-        experts=EXPERTS if loss == "router-labels" else None,
+        experts=experts_for(loss),
         packed_for=load_config(folder) if packed else None,
     )
 
@@ -65,17 +68,7 @@ def batch_of(folder: Path, numbers: Sequence[int] = range(8), loss: Any = "route
 
 
 def train(plan: Plan, folder: Path, coefficient: float = 3.0) -> tuple[RecipeTrainer, Gradients]:
-    seed_everything(0)
-    model = load(folder, attn=plan.attn, padding_free=plan.padding_free)
-    model.config.router_aux_loss_coef = coefficient
-    model = apply_recipe(model, plan.parts, None, plan.full_targets)
-    trainer = make_trainer(
-        replace(plan, trainable=count_trainable(model)),
-        model=model,
-        processor=load_processor(folder, None),
-        collator=collator_of(folder, plan.loss, packed=plan.padding_free),
-        report_to="none",
-    )
+    trainer = trainer_on(folder, SAMPLES, plan, experts=experts_for(plan.loss), aux_loss=coefficient)
     trainer.add_callback(taken := TakeGradients())
     trainer.train()
     return trainer, taken.gradients

@@ -1,20 +1,13 @@
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.adapters import apply_recipe, count_trainable
-from stages.kit.models.load import load_config, load_model
-from stages.kit.models.prompts import load_processor
-from stages.kit.planning.plan import Plan
-from stages.kit.training.batches import ConversationCollator
-from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
+from tests.kit.training.small import trainer_on
 
 
 @pytest.fixture(autouse=True)
@@ -25,31 +18,4 @@ def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def build(tiny_vlm: Path, answered: Sequence[Conversation]) -> Callable[..., RecipeTrainer]:
-    def make(plan: Plan, **more: Any) -> RecipeTrainer:
-        seed_everything(plan.seed)
-        base = load_model(
-            tiny_vlm,
-            device=DeviceParams(kind="cpu"),
-            precision=plan.precision,
-            quantization=plan.quantization,
-            attn=plan.attn,
-            padding_free=plan.padding_free,
-        )
-        model = apply_recipe(base, plan.parts, plan.lora)
-        plan = replace(plan, trainable=count_trainable(model) | more)
-        processor = load_processor(tiny_vlm, None)
-        collator = ConversationCollator(
-            *(processor, answered, lambda sample: sample),
-            loss=plan.loss,
-            max_length=plan.max_length,
-            packed_for=load_config(tiny_vlm) if plan.padding_free else None,
-        )
-        return RecipeTrainer(
-            plan,
-            model=model,
-            processor=processor,
-            collator=collator,
-            report_to="none",
-        )
-
-    return make
+    return partial(trainer_on, tiny_vlm, answered)

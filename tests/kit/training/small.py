@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.core.params import load_params
-from stages.kit.models.load import whole
+from stages.core.params.schema import DeviceParams
+from stages.kit.data.conversation import Conversation
+from stages.kit.mixture.trainer import make_trainer
+from stages.kit.models.adapters import apply_recipe, count_trainable
+from stages.kit.models.load import load_config, load_model, whole
+from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan, Validation, resolve_plan
+from stages.kit.training.batches import ConversationCollator
+from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
 from tests import ROOT
 
@@ -31,6 +39,40 @@ def plan_for(recipe: str, *, micro_batch: int = 4, samples: int = 8, **changes: 
 def validation(**changes: Any) -> Validation:
     settings: dict[str, Any] = {"split": "selection", "max_new_tokens": 8, "max_length": None, "by": "loss"}
     return Validation(**{**settings, "keep_best": False, "patience": None, **changes})
+
+
+def trainer_on(
+    folder: Path,
+    samples: Sequence[Conversation],
+    plan: Plan,
+    *,
+    experts: Sequence[int] | None = None,
+    aux_loss: float = 0.0,
+    **trainable: int,
+) -> RecipeTrainer:
+    """A plan's trainer of the model of a folder. aux_loss: coefficient of a mixture. trainable: the plan's counts, if
+    they are not the model's."""
+    seed_everything(plan.seed)
+    base = load_model(
+        folder,
+        device=DeviceParams(kind="cpu"),
+        precision=plan.precision,
+        quantization=plan.quantization,
+        attn=plan.attn,
+        padding_free=plan.padding_free,
+    )
+    base.config.router_aux_loss_coef = aux_loss
+    model = apply_recipe(base, plan.parts, plan.lora, plan.full_targets)
+    processor = load_processor(folder, None)
+    collator = ConversationCollator(
+        *(processor, samples, lambda it: it),
+        loss=plan.loss,
+        max_length=plan.max_length,
+        experts=experts,
+        packed_for=load_config(folder) if plan.padding_free else None,
+    )
+    plan = replace(plan, trainable=count_trainable(model) | trainable)
+    return make_trainer(plan, model=model, processor=processor, collator=collator, report_to="none")
 
 
 def weights(trainer: RecipeTrainer) -> dict[str, torch.Tensor]:

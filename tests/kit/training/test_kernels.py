@@ -76,27 +76,20 @@ def take_a_loss() -> None:
     log_probs.sum().backward()
 
 
-@pytest.mark.parametrize("prepared", [True, False])
-def test_a_kernel_is_launched_on_the_device_of_its_tensors(stand_ins: list[StandInKernel], prepared: bool) -> None:
-    """Unless prepared, TRL alone launches it on whatever device is current."""
-    here, current = torch.device("cpu"), torch.device("cuda", 0)
-    for _ in range(2 if prepared else 0):
+def test_a_kernel_is_launched_on_the_device_of_its_tensors_and_not_at_all_to_predict_memory(
+    stand_ins: list[StandInKernel],
+) -> None:
+    for _ in range(2):
         prepare_kernels(GPUS)
-    take_a_loss()
-    assert [kernel.launches for kernel in stand_ins] == [[(here if prepared else current, {here})] * 3] * 2
-    assert stand_ins[0].current == [current]
-    if prepared:  # once
-        assert isinstance(chunked_logprob._forward_kernel, GuardedKernel)
-        assert chunked_logprob._forward_kernel.kernel is stand_ins[0]
-
-
-def test_a_prediction_of_a_gpus_memory_launches_no_kernel(stand_ins: list[StandInKernel]) -> None:
-    prepare_kernels(GPUS)
     with cuda_semantics():
-        assert chunked_logprob._use_triton(torch.device("cpu"))
         take_a_loss()
     assert [kernel.launches for kernel in stand_ins] == [[], []]
+    take_a_loss()
+    here = torch.device("cpu")
+    assert [kernel.launches for kernel in stand_ins] == [[(here, {here})] * 3] * 2
+    assert stand_ins[0].current == [torch.device("cuda", 0)]
     assert isinstance(chunked_logprob._forward_kernel, GuardedKernel)
+    assert chunked_logprob._forward_kernel.kernel is stand_ins[0], "guarded once"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
-from stages.core.params.schema import DeviceParams
+from stages.core.params.schema import CheckpointParams, DeviceParams
 from stages.kit.models.adapters import apply_recipe, count_trainable, part_of
 from stages.kit.models.load import check_placement, load_model
 from stages.kit.planning.ladder import rungs
 from stages.kit.planning.plan import Plan
-from stages.kit.training.records import TrainingRecord
+from stages.kit.training.checkpoints import kept_checkpoints
+from stages.kit.training.records import LOSS, TrainingRecord
+from stages.kit.training.resume import train_to_the_end
 from stages.kit.training.trainer import (
     MAX_OVERFLOWS,
     ContractBreach,
@@ -33,7 +35,7 @@ from stages.kit.training.trainer import (
     check_gradients,
     check_start,
 )
-from tests.kit.training.small import PARAMS, At, log_of, plan_for, weights
+from tests.kit.training.small import PARAMS, log_of, plan_for, validation, weights
 
 Build = Callable[..., RecipeTrainer]
 
@@ -58,7 +60,7 @@ def test_what_a_gpu_did_is_in_the_record(build: Build, monkeypatch: pytest.Monke
     found = {"gpu_utilization": 0.5, "gpu_watts": 300.0, "gpu_kwh": 0.25}
     monkeypatch.setattr(trainer.gpu_use, "totals", lambda: found)
     trainer.kept_step = trainer.state.global_step
-    assert found.items() <= asdict(TrainingRecord.of(trainer, [], attempt=0)).items()
+    assert found.items() <= asdict(TrainingRecord.of(trainer, attempt=0)).items()
 
 
 def test_each_part_has_its_own_learning_rate(build: Build) -> None:
@@ -184,28 +186,6 @@ def test_products_have_the_plans_precision(build: Build, precision: Any, recipe:
     assert product in products.dtypes
     assert "convolution" not in products.dtypes
     assert set.union(*products.dtypes.values()) == {DTYPES[precision]}
-
-
-def test_a_step_that_overflows_is_skipped_and_counted(build: Build) -> None:
-    trainer = build(replace(plan_for("r2-vision-only", warmup_ratio=0.0), precision="fp16"))
-    step, kept = trainer.training_step, [weights(trainer)]
-
-    def training_step(*args: Any) -> torch.Tensor:
-        loss = step(*args)
-        if trainer.state.global_step == 1:  # the second step
-            trainer.model.model.visual.merger.ln_q.weight.grad.fill_(torch.inf)
-        return loss
-
-    trainer.training_step, trainer.trace = training_step, []  # type: ignore[method-assign]
-    for number in range(1, 5):
-        trainer.add_callback(At(number, lambda: kept.append(weights(trainer))))
-    trainer.train()
-    changed = [any(not torch.equal(old[name], new[name]) for name in old) for old, new in pairwise(kept)]
-    assert changed == [True, False, True, True]
-    trainer.kept_step = 4
-    record = TrainingRecord.of(trainer, trainer.trace, attempt=0)
-    assert record.skipped_steps == 1
-    assert "4 steps (1 skipped, as gradients overflowed)" in record.summary()
 
 
 # The order of the samples.
@@ -442,3 +422,26 @@ def test_the_rehearsal_takes_the_largest_samples_with_states_and_gradients_there
     assert seen[2:4] == [(largest, True, False), (largest, True, True)]
     assert not seen[4][2]
     assert trainer.peak_bytes()[0] > 0
+
+
+def test_the_largest_samples_go_before_the_untrained_model_is_validated(build: Build, tmp_path: Path) -> None:
+    """Which may take minutes, on each rung of the ladder."""
+    plan = replace(plan_for("r1-llm-only"), validation=validation(every_steps=9, samples=1, score_samples=0))
+    seen: list[str] = []
+    trainer = build(plan)
+    step = trainer.training_step
+
+    def training_step(*args: Any) -> torch.Tensor:
+        seen.append("step")
+        return step(*args)
+
+    def validate(_: RecipeTrainer) -> dict[str, float]:
+        seen.append("validation")
+        return {LOSS: 1.0}
+
+    trainer.training_step, trainer.validator = training_step, validate  # type: ignore[method-assign]
+    with kept_checkpoints(tmp_path, {}, keep=1) as checkpoints:
+        train_to_the_end(trainer, checkpoints, CheckpointParams())
+    assert seen[:2] == ["step", "validation"]
+    assert seen[-1] == "validation"
+    assert seen.count("validation") == 2
