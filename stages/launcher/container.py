@@ -118,9 +118,7 @@ class Outputs:
                 # No setuid, no file that its owner cannot read, move and remove, and none open to more people than
                 # `allowed`: the umask in a container is another one.
                 path.chmod(path.stat().st_mode & allowed | (0o700 if path.is_dir() else 0o400))
-            remove(place)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(written, place)
+            move(written, place)
 
     def _strays(self, inputs: list[Path]) -> Iterator[str]:
         declared = {PurePosixPath(out) for out in self.stage.written}
@@ -150,6 +148,13 @@ def refuse_links_out(workspace_dir: Path, outs: Iterable[str]) -> None:
                 "write files; replace it by a folder. To have data on a larger disk, put the checkout there, or DVC's "
                 "cache: dvc cache dir --local FOLDER"
             )
+
+
+def move(source: Path, place: Path) -> None:
+    """Move a file or folder, and replace what is at its place."""
+    remove(place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(source, place)
 
 
 def remove(path: Path) -> None:

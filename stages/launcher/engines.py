@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from stages.core.errors import UserError
@@ -11,6 +10,7 @@ from stages.launcher.apptainer import ApptainerEngine
 from stages.launcher.container import NotUsable, SealedEngine
 from stages.launcher.docker import ContainerEngine
 from stages.launcher.images import BELOW_VLLM, below
+from stages.launcher.logs import say
 from stages.launcher.process import ProcessEngine
 
 Engine = SealedEngine | ProcessEngine
@@ -25,7 +25,7 @@ workspace, an image's target)` gives the engine or raises NotUsable."""
 ENGINES = (*CONTAINER_ENGINES, "process", "auto")
 
 
-def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[[str], None]) -> Engine:
+def choose_engine(name: str, *, workspace_dir: Path, target: str) -> Engine:
     """The engine of that name; for auto the first one that can run stages of this checkout, which it logs.
 
     target: the image that a container would need.

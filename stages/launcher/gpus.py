@@ -11,7 +11,7 @@ import fcntl
 import os
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,6 +22,7 @@ import psutil
 
 from stages.core.errors import UserError, bytes_text, pluralize
 from stages.core.locks import try_lock
+from stages.launcher.logs import say
 
 IDLE_BYTES = 2**30
 """At most in use on a GPU that counts as free: the driver's own memory, or a desktop's windows."""
@@ -140,15 +141,12 @@ def _read_gpu(index: int) -> Gpu | None:
 
 
 @contextmanager
-def leased_gpus(
-    count: int, *, locks_dir: Path, holder: str, visible: str | None, say: Callable[[str], None]
-) -> Iterator[tuple[Gpu, ...]]:
-    """`count` free GPUs that no other stage gets meanwhile; waits for those that other stages hold.
+def leased_gpus(count: int, *, locks_dir: Path, holder: str, visible: str | None) -> Iterator[tuple[Gpu, ...]]:
+    """`count` free GPUs that no other stage gets meanwhile; waits for those that other stages hold, and names those.
 
     locks_dir: folder of the leases, one for each UUID.
     holder: who leases, e.g. "train r1-llm-only", for messages to others.
     visible: the caller's CUDA_VISIBLE_DEVICES, which a batch system sets too; the GPUs come in its order. None: all.
-    say: gets one line that names the holders that it waits for, and another one when they change.
 
     Raises UserError if waiting for other stages would not help: the driver is too old, there are too few GPUs, or
     foreign processes use them.

@@ -33,7 +33,7 @@ from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
 from stages.launcher.container import ASIDE_DIR, Outputs, refuse_links_out
 from stages.launcher.engines import Engine, choose_engine
 from stages.launcher.gpus import leased_gpus, refuse_old_driver
-from stages.launcher.logs import log_path, logged
+from stages.launcher.logs import log_path, logged, say
 from stages.launcher.pipeline import TRACKED, Request, declared_stages, item_of
 from stages.launcher.process import STAGES, Ended
 from stages.launcher.record import recorder
@@ -61,7 +61,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             return error.exit_code
 
     if request.in_job:  # Slurm keeps its log
-        sys.exit(run_inside_job(request, run, say))
+        sys.exit(run_inside_job(request, run))
     if request.declared is None:
         sys.exit(run())
     path = log_path(request.declared.name, experiment=request.caller.get("DVC_EXP_NAME", ""))
@@ -91,11 +91,11 @@ def launch(request: Request) -> int:
     if runs_in_slurm(request.stage, request.caller, request.params):
         request.require_declared()
         refuse_missing_deps(request)
-        job = StageJob(request, say)
+        job = StageJob(request)
         if request.by_dvc:
             end_with_own_parent(caller_pid(), signal.SIGHUP)  # the end of dvc does not end the job
         return job.run()
-    engine = choose_engine(request.engine_name, workspace_dir=WORKSPACE_DIR, target=request.image_target, say=say)
+    engine = choose_engine(request.engine_name, workspace_dir=WORKSPACE_DIR, target=request.image_target)
     if engine.image is not None:  # a container runs only what dvc.yaml declares; docker/run train --help needs none
         request.require_declared()
     if request.source and request.params.active.device.kind == "cuda":
@@ -117,7 +117,6 @@ def run_here(request: Request, engine: Engine) -> int:
             locks_dir=request.repository_dir / ".bakeoff/gpus",
             holder=request.title,
             visible=request.caller.get("CUDA_VISIBLE_DEVICES"),
-            say=say,
         ) as gpus,
     ):
         request = replace(request, gpus=gpus)
@@ -125,15 +124,13 @@ def run_here(request: Request, engine: Engine) -> int:
             remove_finished(checkpoints_dir(request.repository_dir, request.name))
         record = recorder(request, engine) if declared and request.node == 0 else None
         refuse_full_disk(request)
-        ended, attempt = run_down_the_ladder(engine.run, request, say)
+        ended, attempt = run_down_the_ladder(engine.run, request)
         if ended.code == 0 and record is not None:
             record(ended, attempt)
     return ended.code
 
 
-def run_down_the_ladder(
-    run: Callable[[Request], Ended], request: Request, say: Callable[[str], None]
-) -> tuple[Ended, int]:
+def run_down_the_ladder(run: Callable[[Request], Ended], request: Request) -> tuple[Ended, int]:
     """Run the stage, and again one step further down its fallback ladder each time it runs out of memory.
 
     Returns how the last attempt ended, and its number. Raises UserError if memory runs out on the last step.
@@ -238,10 +235,6 @@ def same_disk(one: Path, other: Path) -> bool:
 
 def nearest_existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def say(line: str) -> None:
-    click.echo(f"launcher: {line}", err=True)
 
 
 if __name__ == "__main__":

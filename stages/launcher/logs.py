@@ -1,4 +1,4 @@
-"""The log of a stage: a copy of everything that its launcher, its process and its container print."""
+"""What the launcher says, and the log of a stage: a copy of all that its launcher, process and container print."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+import click
+
 from stages.core.locks import try_lock
 from stages.core.signals import ENDING
 
 LOGS_DIR = Path(".bakeoff/logs")
 LAST_WORDS_S = 2.0
 """Time to wait for the copy of what was printed last: a process that a stage has left behind may print more."""
+
+
+def say(line: str) -> None:
+    """Print a line of the launcher's own."""
+    click.echo(f"launcher: {line}", err=True)
 
 
 def log_path(stage: str, *, experiment: str = "") -> Path:

@@ -40,10 +40,11 @@ from stages.core.errors import UserError
 from stages.core.locks import hold
 from stages.core.params.schema import Params
 from stages.core.records import publish_text
-from stages.core.signals import ENDING, GRACE_S
+from stages.core.signals import ENDING, GRACE_S, handling
 from stages.kit.planning.prediction import GIB
 from stages.kit.training.checkpoints import checkpoints_dir
-from stages.launcher.container import ASIDE_DIR, remove
+from stages.launcher.container import ASIDE_DIR, move, remove
+from stages.launcher.logs import say
 from stages.launcher.pipeline import JOB_VARIABLE, Request, host_gib
 from stages.launcher.process import ForwardedSignals, forwarded_signals
 from stages.launcher.record import code_digest, digests, recorded_inputs, used_params
@@ -184,22 +185,17 @@ class JobDir:
         """
         for out in outputs:
             place, aside = workspace_dir / out, self.outputs_dir / out
-            remove(aside)
-            aside.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
                 before = _names(place)
-                place.rename(aside)
+                move(place, aside)
                 if _names(aside) != before or not (before or aside.is_file()):
                     remove(aside)
 
     def publish(self, workspace_dir: Path, outputs: Iterable[str]) -> None:
         """Move outputs to their places, replacing what is there, and delete the folder."""
         for out in outputs:
-            place = workspace_dir / out
             if (self.outputs_dir / out).exists():  # DVC reports a missing one
-                remove(place)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                (self.outputs_dir / out).rename(place)
+                move(self.outputs_dir / out, workspace_dir / out)
         self.delete()
 
     def delete(self) -> None:
@@ -230,9 +226,9 @@ def job_facts(request: Request) -> dict[str, object]:
 class StageJob:
     """A stage that is to run as a job."""
 
-    def __init__(self, request: Request, say: Callable[[str], None]) -> None:
+    def __init__(self, request: Request) -> None:
         """Raises UserError if an input is not what its stage made."""
-        self.request, self.facts, self.say = request, job_facts(request), say
+        self.request, self.facts = request, job_facts(request)
         self.declared, self.workspace_dir = request.require_declared(), request.workspace_dir
         identity = json.dumps({**self.facts, "environment": numeric_settings(request.caller)}, sort_keys=True)
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:12]
@@ -255,16 +251,18 @@ class StageJob:
         refusal = f"another launcher waits for {self.declared.name} in this workspace; wait for it, or end it"
         waiter = hold(self.jobs_dir / "waiter", refusal, patience_s=LOCK_S)
         with forwarded_signals() as signals, waiter as lock:
-            own = self._cancel_others(signals)
-            while not signals.received:
+            while True:
+                own = self.own_job(signals)
+                if signals.received:
+                    break
                 submitted = own is None and self.dir.end() is None
                 if submitted:
                     self._submit(lock)
                 elif own is not None:
                     self.number = own.number
-                    self.say(f"reattached to job {own.number}, {own.state.lower()}")
+                    say(f"reattached to job {own.number}, {own.state.lower()}")
                 else:
-                    self.say("collecting the outputs of its job, which ended while no launcher waited")
+                    say("collecting the outputs of its job, which ended while no launcher waited")
                 code = self._follow(signals)
                 if code is None:
                     break
@@ -272,32 +270,37 @@ class StageJob:
                 if code == 0 and (submitted or all((self.dir.outputs_dir / out).exists() for out in outs)):
                     self.dir.publish(self.workspace_dir, outs)
                     return 0
-                self._wait_until_unqueued()
                 self.dir.delete()
                 if code != 0:
                     return code
-                self.say("outputs were removed or moved as the job or a launcher ended; running the stage again")
-                own = None
+                say("outputs were removed or moved as the job or a launcher ended; running the stage again")
             return 128 + (signals.received or [signal.SIGHUP])[-1]
 
-    def _cancel_others(self, signals: ForwardedSignals) -> QueuedJob | None:
-        """Cancel jobs of the stage with other inputs, settings or code, and wait for their end; returns our own job."""
-        cancelled: set[str] = set()
+    def own_job(self, signals: ForwardedSignals) -> QueuedJob | None:
+        """The job of this name, if it is still to run or runs. Cancels jobs of the stage with other inputs, settings or
+        code, and waits until they, and one of this name that has ended, have left the queue.
+        """
+        told: set[str] = set()
         while not signals.received:
             jobs = [job for job in queued_jobs() if job.name.rpartition("-")[0] == self.stage_name]
-            own = next((job for job in jobs if job.name == self.name), None)
-            others = [job for job in jobs if job.name != self.name]
-            for job in others:
-                if job.number not in cancelled:
-                    self.say(f"cancelling job {job.number}: its inputs, settings or code are not the present ones")
-                    cancelled.add(job.number)
+            # Whoever collects a job's results removes its folder, perhaps before Slurm knows of the job's end.
+            has_ended = not self.dir.folder.exists()
+            ending = [job for job in jobs if job.name != self.name or has_ended or job.state == ENDING_STATE]
+            for job in ending:
+                if job.number in told:
+                    continue
+                told.add(job.number)
+                if job.name == self.name:
+                    say(f"waiting until job {job.number}, which has ended, leaves the queue")
+                else:
+                    say(f"cancelling job {job.number}: its inputs, settings or code are not the present ones")
                     with suppress(Unanswered):  # it has just ended
                         _run("scancel", job.number)
-            if not others and (own is None or own.state != ENDING_STATE):
+            if not ending:
                 for folder in self.jobs_dir.glob("job-*"):
                     if folder != self.dir.folder:
                         JobDir(folder).delete()
-                return own
+                return jobs[0] if jobs else None
             time.sleep(QUERY_S[0])
         return None
 
@@ -343,7 +346,7 @@ class StageJob:
                 "They come from `slurm` and the profile in params.yaml, and from the recipe's plan"
             )
         self.number = ended.stdout.strip().partition(";")[0]
-        self.say(f"job {self.number}")
+        say(f"job {self.number}")
 
     def _follow(self, signals: ForwardedSignals) -> int | None:
         """Show the job's output until it has ended; returns the stage's exit code, None if this launcher detaches from
@@ -375,7 +378,7 @@ class StageJob:
                     if job is not None and job.state == "PENDING" and job.reason not in ("None", last_reason):
                         last_reason = job.reason
                         details = "" if last_reason in USUAL else f"; for details: scontrol show job {self.number}"
-                        self.say(f"job {self.number} waits in the queue: {last_reason}{details}")
+                        say(f"job {self.number} waits in the queue: {last_reason}{details}")
                 between_s = QUERY_S[0] if gone_at or self._asked_at else min(1.5 * between_s, QUERY_S[1])
                 query_at = time.monotonic() + between_s
                 if gone_at is not None and self.dir.end() is None:
@@ -413,13 +416,6 @@ class StageJob:
             "run the same command to resubmit it"
         )
 
-    def _wait_until_unqueued(self) -> None:
-        """Wait until the queue no longer lists the job, which has ended: the next launcher would reattach to it."""
-        patience_ends = time.monotonic() + APPEARS_S
-        with suppress(Unanswered):
-            while any(job.name == self.name for job in queued_jobs()) and time.monotonic() < patience_ends:
-                time.sleep(LOOK_S)
-
     def _detach(self) -> None:
         """The terminal is closed, or dvc has ended, which removes the clone of an experiment."""
         comes_back = self.request.repository_dir.resolve() == self.workspace_dir
@@ -428,25 +424,23 @@ class StageJob:
                 self._request_end()
         with suppress(OSError):  # there may be no terminal
             if comes_back:
-                self.say(f"detached from job {self.number}; run the same command to reattach")
+                say(f"detached from job {self.number}; run the same command to reattach")
             else:
-                self.say(f"asking job {self.number} to save and end, as no command would reattach to it")
+                say(f"asking job {self.number} to save and end, as no command would reattach to it")
 
     def _end_job(self) -> None:
         """At first so that it can save its work; a second time, or if it takes too long, at once."""
         try:
             if self._asked_at is not None:
-                self.say(f"ending job {self.number} now")
+                say(f"ending job {self.number} now")
                 _run("scancel", self.number)
             elif self._request_end():
-                self.say(
-                    f"asking job {self.number} to save and end; it is ended after {GRACE_S} s, or if you ask again"
-                )
+                say(f"asking job {self.number} to save and end; it is ended after {GRACE_S} s, or if you ask again")
             else:
-                self.say(f"job {self.number} was waiting in the queue, and is withdrawn")
+                say(f"job {self.number} was waiting in the queue, and is withdrawn")
             self._asked_at = time.monotonic()
         except Unanswered as error:
-            self.say(f"job {self.number} was not asked to end: {error.message}")
+            say(f"job {self.number} was not asked to end: {error.message}")
 
     def _request_end(self) -> bool:
         """Ask a running job to end, withdraw a waiting one; returns whether it runs. Raises Unanswered."""
@@ -481,7 +475,7 @@ def refuse_changed_job(request: Request) -> None:
         )
 
 
-def run_inside_job(request: Request, run: Callable[[], int], say: Callable[[str], None]) -> int:
+def run_inside_job(request: Request, run: Callable[[], int]) -> int:
     """Run the stage in its job: by `run`, which returns its exit code; put its outputs aside, and write how it ended.
 
     The outputs are put aside, as DVC removes those of a job that has ended unattended.
@@ -497,7 +491,7 @@ def run_inside_job(request: Request, run: Callable[[], int], say: Callable[[str]
     if request.node == 0:
         for out in outs:  # DVC has removed them; a job that was cancelled after that may have left some
             remove(workspace_dir / out)
-    code = run()
+    code = _code_of(run)
     if request.node > 0:
         if code != 0 and code - 128 not in ENDING:
             failed_path.write_text(str(code), encoding="utf-8")
@@ -508,7 +502,7 @@ def run_inside_job(request: Request, run: Callable[[], int], say: Callable[[str]
         code = int(failed_path.read_text(encoding="utf-8") or code)
     elif code - 128 in ENDING and not job.cancel_path.exists():
         saved = code != 128 + TIME_IS_UP or set(saves_in.glob("*/step-*")) > saved_before
-        if _runs_again(number, saved=saved, say=say):
+        if _runs_again(number, saved=saved):
             return code
     if code == 0:
         job.put_aside(workspace_dir, outs)
@@ -516,7 +510,22 @@ def run_inside_job(request: Request, run: Callable[[], int], say: Callable[[str]
     return code
 
 
-def _runs_again(number: str, *, saved: bool, say: Callable[[str], None]) -> bool:
+def _code_of(run: Callable[[], int]) -> int:
+    """The exit code of `run`; 128 + n if signal n came while no stage was there to take it. By default the signal would
+    end this process before it wrote how its job ended.
+    """
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        with handling(end):
+            return run()
+    except SystemExit as asked:
+        return int(str(asked.code))
+
+
+def _runs_again(number: str, *, saved: bool) -> bool:
     """Put a job back into the queue that Slurm, and not the person, asked to end: its time is up (SIGUSR1), or other
     jobs come first (SIGTERM). saved: whether the next start would get further than this one.
     """

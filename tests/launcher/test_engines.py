@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from stages.core.errors import UserError
 from stages.core.params.schema import ContainerParams
 from stages.core.provenance import Machine
-from stages.launcher import gpus, inside
+from stages.launcher import engines, gpus, inside
 from stages.launcher.apptainer import IMAGES_DIR, SECCOMP, ApptainerEngine, digest_path, sif_path
 from stages.launcher.container import NotUsable
 from stages.launcher.docker import ContainerEngine
@@ -37,13 +37,13 @@ INSIDE = ["python", "-m", "stages.launcher.inside", "plan", "r1-llm-only"]
 
 # Responds like docker, podman and apptainer. `run` and `exec` note arguments and environment, write FAKE_READY to the
 # file by which a container reports that it is ready, write the output FAKE_WRITES, and wait for a `kill` if FAKE_WAITS
-# is set.
+# is set, which fails before they wait.
 CLIENT = f"""#!{sys.executable}
 import json, os, pathlib, re, sys, time
 
 here, words = pathlib.Path(__file__).parent, [word for word in sys.argv[1:] if word != "--silent"]
-with (here / "asked").open("a") as asked:
-    print(json.dumps([words, dict(os.environ)]), file=asked)
+with (here / "asked").open("ab", buffering=0) as asked:
+    asked.write(json.dumps([words, dict(os.environ)]).encode() + b"\\n")
 error = os.environ.get("FAKE_ERROR")
 if words[:2] == ["image", "inspect"]:
     sys.exit(error) if error else print("sha256:0123")
@@ -52,7 +52,7 @@ if words[0] == "ps" and error and "No such image" not in error:
 if words[0] == "info":
     print(json.dumps({{"MemTotal": 16 * 10**9, "NCPU": 2}} | json.loads(os.environ.get("FAKE_INFO", "{{}}"))))
 if words[0] == "kill":
-    if (here / "killed").exists():
+    if (here / "killed").exists() or not (here / "waits").exists():
         sys.exit("Error: No such container")
     (here / "killed").write_text(str(os.getpgrp()))
 if words[0] in ("run", "exec"):
@@ -325,7 +325,9 @@ def test_first_process_reports_the_machine_and_refuses_to_run_without_a_filter(
 def choose(workspace: Path, name: str, target: str = "cpu") -> tuple[Engine, str]:
     """The engine, and the line that is logged."""
     lines: list[str] = []
-    engine = choose_engine(name, workspace_dir=workspace, target=target, say=lines.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "say", lines.append)
+        engine = choose_engine(name, workspace_dir=workspace, target=target)
     return engine, "".join(lines)
 
 
@@ -403,7 +405,6 @@ def test_signal_goes_to_the_container_once_and_when_it_is_handled(docker: Path, 
     assert launcher.wait() == 75
     (kill,) = (call for call, _ in asked(docker, "kill") if call[2] == str(int(signal.SIGHUP)))
     assert kill[3] == options(asked(docker, "run")[0][0], "--name")[0]
-    assert (docker / "waits").exists()
     # A closing terminal signals the launcher's whole group, more than once: it must not end the command that passes
     # the signal on.
     assert (docker / "killed").read_text() != str(os.getpgrp())

@@ -81,7 +81,7 @@ class Machine:
         self, count: int, *gpus: Gpu, holder: str = "train r1", visible: str | None = None
     ) -> AbstractContextManager[tuple[Gpu, ...]]:
         self.gpus = list(gpus) or self.gpus
-        return leased_gpus(count, locks_dir=self.folder / "gpus", holder=holder, visible=visible, say=self.lines.append)
+        return leased_gpus(count, locks_dir=self.folder / "gpus", holder=holder, visible=visible)
 
     def refused(self, count: int, *gpus: Gpu, **given: Any) -> str:
         """The refusal of a lease."""
@@ -94,6 +94,7 @@ class Machine:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(tmp_path)
     monkeypatch.setattr(module, "read_gpus", lambda: machine.gpus)
+    monkeypatch.setattr(module, "say", machine.lines.append)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: machine.now, sleep=machine.sleep))
     return machine
 
@@ -175,7 +176,7 @@ module.read_gpus = lambda: GPUS
 module.POLL_S = 0
 
 def lease(count):
-    return module.leased_gpus(count, locks_dir=Path("gpus"), holder="a holder", visible=None, say=lambda _: None)
+    return module.leased_gpus(count, locks_dir=Path("gpus"), holder="a holder", visible=None)
 
 """
 

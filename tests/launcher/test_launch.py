@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from stages.launcher.pipeline import Request, gpus_wanted
 from stages.launcher.process import STAGES, ProcessEngine
 from tests import ROOT
 from tests.documents import write_yaml
-from tests.launcher.small_checkout import CALLER, PARAMS, notes, request_of, run, set_gpus, small_checkout
+from tests.launcher.small_checkout import CALLER, PARAMS, Command, notes, request_of, run, set_gpus, small_checkout
 
 GPUS = tuple(
     Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100", used_bytes=0, total_bytes=80 * 2**30) for index in (0, 1)
@@ -68,16 +67,14 @@ def test_stages_of_two_clones_share_the_leases_of_their_repository(workspace: Pa
     clones = [Path(shutil.copytree(workspace, tmp_path / name, symlinks=True)) for name in ("one", "two")]
     own = {"DVC_ROOT": str(workspace), "OMP_MEETS": "1"}
     running = [
-        subprocess.Popen(
-            ["docker/run", "train", "r1-llm-only"], cwd=clone, env=CALLER | own | dict(set_gpus(clone, *GPUS))
-        )
+        Command(clone, "docker/run", "train", "r1-llm-only", env=CALLER | own | set_gpus(clone, *GPUS))
         for clone in clones
     ]
     try:
-        assert [process.wait(timeout=60) for process in running] == [0, 0]
+        assert [command.ended() for command in running] == [0, 0]
     finally:
-        for process in running:
-            process.terminate()
+        for command in running:
+            command.process.terminate()
     assert set(notes(workspace)) == {"GPU-0", "GPU-1"}
 
 
@@ -151,8 +148,8 @@ def test_missing_vllm_is_reported_before_a_training(tmp_path: Path, monkeypatch:
         assert {stage for stage in STAGES if targets[stage] == target} == {"plan", "evaluate"}
         assert set(targets.values()) == {kind, target}
         with pytest.raises(UserError, match="make setup EXTRAS=vllm"):
-            choose_engine("process", workspace_dir=ROOT, target=target, say=print)
-    assert isinstance(choose_engine("process", workspace_dir=ROOT, target="cuda", say=print), ProcessEngine)
+            choose_engine("process", workspace_dir=ROOT, target=target)
+    assert isinstance(choose_engine("process", workspace_dir=ROOT, target="cuda"), ProcessEngine)
 
 
 @pytest.mark.parametrize(

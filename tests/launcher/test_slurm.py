@@ -1,6 +1,7 @@
 """Jobs of Slurm without a Slurm: where stages run, a job's identity, its resources, its end. With one: tests/smoke."""
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,20 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, JobParams, Params, SlurmParams
+from stages.core.signals import handling
 from stages.kit.planning.plan import resolve_plan
 from stages.launcher import slurm
 from stages.launcher.pipeline import JOB_VARIABLE, MARGIN, PROCESS_GIB, DeclaredStage, Request, host_gib
-from stages.launcher.slurm import JobDir, StageJob, job_options, refuse_changed_job, run_inside_job, runs_in_slurm
+from stages.launcher.process import ForwardedSignals
+from stages.launcher.slurm import (
+    JobDir,
+    QueuedJob,
+    StageJob,
+    job_options,
+    refuse_changed_job,
+    run_inside_job,
+    runs_in_slurm,
+)
 from tests.launcher.small_checkout import PARAMS, request_of
 
 IN_SEED_1 = replace(PARAMS, seed=1)
@@ -47,7 +58,7 @@ def request(workspace: Path, stage: str = "train", name: str = "r1", params: Par
 
 
 def fingerprint(workspace: Path, params: Params = PARAMS, **caller: str) -> str:
-    return StageJob(request(workspace, params=params, **caller), print).fingerprint
+    return StageJob(request(workspace, params=params, **caller)).fingerprint
 
 
 def test_job_is_known_by_its_inputs_settings_code_and_packages_alone(tmp_path: Path) -> None:
@@ -111,10 +122,10 @@ def job(tmp_path: Path) -> JobDir:
     return job
 
 
-def run_merge(workspace: Path, stage: Callable[[], int], **slurm: str) -> int:
+def run_merge(workspace: Path, stage: Callable[[], Any], **slurm: str) -> int:
     declared = DeclaredStage(name="merge", command="docker/run merge r1", params=(), deps=(), outs=("data/merged",))
     caller = {JOB_VARIABLE: str(workspace / "job"), **{f"SLURM_{name}": value for name, value in slurm.items()}}
-    return run_inside_job(request_of(workspace, "merge", "r1", stages=[declared], caller=caller), stage, print)
+    return run_inside_job(request_of(workspace, "merge", "r1", stages=[declared], caller=caller), stage)
 
 
 def test_job_starts_without_the_outputs_of_a_cancelled_one(job: JobDir, tmp_path: Path) -> None:
@@ -140,6 +151,31 @@ def test_failure_of_another_node_ends_that_start_of_the_job_alone(
     assert (asked, job.end()) == (["12"], None), "the first node writes the end"
     assert run_merge(tmp_path, lambda: 0, NODEID="0", RESTART_COUNT=restarts) == code
     assert job.end() == code
+
+
+def test_signal_before_the_stage_handles_it_is_answered_as_one_to_the_stage(
+    job: JobDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher reads inputs and may wait for GPUs; by default the signal would end it without a word."""
+    monkeypatch.setattr(slurm, "job_info", lambda number: {"JobState": "RUNNING"})
+    with handling(lambda *_: None):
+        assert run_merge(tmp_path, lambda: signal.raise_signal(signal.SIGUSR1)) == 128 + signal.SIGUSR1
+    assert job.end() == 128 + signal.SIGUSR1
+    assert "the time of its job was over before it saved a new checkpoint" in capsys.readouterr().err
+
+
+def test_launcher_waits_until_a_job_whose_results_were_collected_has_left_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = StageJob(request(tmp_path))
+    queued = QueuedJob("12", "RUNNING", "None", job.name)
+    queue = [[queued], [queued], []]
+    monkeypatch.setattr(slurm, "queued_jobs", lambda: queue.pop(0))
+    monkeypatch.setattr(slurm, "QUERY_S", (0, 0))
+    assert job.own_job(ForwardedSignals()) is None
+    queue.append([queued])
+    job.dir.folder.mkdir(parents=True)
+    assert job.own_job(ForwardedSignals()) == queued
 
 
 def test_facts_that_changed_since_submission_are_named(job: JobDir, tmp_path: Path) -> None:

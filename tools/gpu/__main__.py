@@ -239,8 +239,8 @@ def device_to_measure(kind: str) -> Iterator[tuple[str, str]]:
         raise UserError("there is no NVIDIA GPU here; try it on this CPU with: make gpu ARGS=--dry-run")
     if cuda_of_torch() is None:
         raise UserError("torch is built for CPUs here; install the other build with: make setup TARGET=cuda")
-    visible, say = os.environ.get("CUDA_VISIBLE_DEVICES"), lambda text: log.info("%s", text)
-    with leased_gpus(1, locks_dir=Path(".bakeoff/gpus"), holder="make gpu", visible=visible, say=say) as (gpu,):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with leased_gpus(1, locks_dir=Path(".bakeoff/gpus"), holder="make gpu", visible=visible) as (gpu,):
         yield gpu.name, gpu.uuid
 
 
