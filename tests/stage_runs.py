@@ -52,15 +52,18 @@ def write_params(raw: dict[str, Any]) -> None:
     write_yaml(raw, Path("params.yaml"))
 
 
-def small_params(vlm_dir: Path | None = None) -> dict[str, Any]:
-    """The shipped parameters, with less of everything. vlm_dir: in place of the shipped vision-language base."""
+def small_params(vlm_dir: Path | None = None, *, root: str = f"{ROOT}/") -> dict[str, Any]:
+    """The shipped parameters, with less of everything.
+
+    vlm_dir: in place of the shipped vision-language base. root: of the shipped bases and data; "" in a clone.
+    """
     raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
     tiny = raw["profiles"]["tiny"]
-    tiny["bases"] = {name: source.replace("folder:", f"folder:{ROOT}/") for name, source in tiny["bases"].items()}
+    tiny["bases"] = {name: source.replace("folder:", f"folder:{root}") for name, source in tiny["bases"].items()}
     if vlm_dir is not None:
         tiny["bases"]["vlm"] = f"folder:{vlm_dir}"
     for dataset in tiny["datasets"].values():
-        dataset["source"] = dataset["source"].replace("folder:", f"folder:{ROOT}/")
+        dataset["source"] = dataset["source"].replace("folder:", f"folder:{root}")
         if dataset["source"] != "mix":
             dataset["limit"] = {"train": 10, "val": 5}
     tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}

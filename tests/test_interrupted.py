@@ -1,13 +1,10 @@
 """Stages that are killed, signalled, or run out of memory, through launcher and stage; the same command resumes."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +21,11 @@ import stages.train
 from stages.core.params import load_params
 from stages.kit.evaluation import answer
 from stages.kit.training.trainer import RecipeTrainer
-from stages.launcher import launch
 from stages.launcher.launch import run_down_the_ladder
 from stages.launcher.pipeline import Request
 from stages.launcher.process import Ended
 from tests import ROOT
-from tests.launcher.small_checkout import request_of
+from tests.launcher.small_checkout import CALLER, Command, request_of, wait_until
 from tests.stage_runs import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
@@ -71,20 +67,16 @@ def read(path: Path) -> dict[str, Any]:
 # Kills and signals, in processes of their own.
 
 
-def launched(workspace: Path, repository: Path) -> "subprocess.Popen[str]":
+def launched(workspace: Path, repository: Path) -> Command:
     """repository: the one that DVC names to an experiment that it runs in a clone."""
-    plain = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1"}
-    environment = {**plain, "BAKEOFF_ENGINE": "process", "DVC_ROOT": str(repository)}
-    return subprocess.Popen(
-        ["docker/run", "train", RECIPE], cwd=workspace, env=environment, stderr=subprocess.PIPE, text=True
-    )
+    environment = {**CALLER, "OMP_NUM_THREADS": "1", "DVC_ROOT": str(repository)}
+    return Command(workspace, "docker/run", "train", RECIPE, env=environment)
 
 
-def finish(stage: "subprocess.Popen[str]") -> str:
+def finish(launcher: Command) -> str:
     """Its log."""
-    _, log = stage.communicate()
-    assert stage.returncode == 0, log
-    return log
+    assert launcher.ended() == 0, launcher.output
+    return launcher.output
 
 
 def results(workspace: Path) -> dict[str, bytes]:
@@ -103,10 +95,17 @@ def saved(repository: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in steps)
 
 
-def wait_until(is_so: Callable[[], bool], training: "subprocess.Popen[str]") -> None:
-    while not is_so():
-        assert training.poll() is None, training.communicate()[1]
-        time.sleep(0.02)
+def stage_of(launcher: Command) -> psutil.Process:
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        with suppress(psutil.NoSuchProcess):  # docker/run has other children, of a moment
+            children = psutil.Process(launcher.process.pid).children()
+            found.extend(child for child in children if "stages.train" in child.cmdline())
+        return found != []
+
+    wait_until(is_there, lambda: launcher.output)
+    return found[0]
 
 
 def test_killed_and_signalled_it_ends_with_the_bytes_of_one_that_ran_through(prepared: Path, tmp_path: Path) -> None:
@@ -115,18 +114,18 @@ def test_killed_and_signalled_it_ends_with_the_bytes_of_one_that_ran_through(pre
     first, second, third, calm = (shutil.copytree(prepared, tmp_path / f"{number} clone") for number in range(4))
     undisturbed = launched(calm, calm)
     killed = launched(first, repository)
-    wait_until(lambda: len(saved(repository)) > 1, killed)
-    (stage,) = psutil.Process(killed.pid).children()
+    stage = stage_of(killed)  # before it trains: looking for it may take as long as the rest of its steps
+    wait_until(lambda: len(saved(repository)) > 1, lambda: killed.output)
     stage.kill()
-    assert killed.wait() == 128 + signal.SIGKILL
+    assert killed.ended() == 128 + signal.SIGKILL
     assert {path.name for path in (first / "data/runs" / RECIPE).glob("[!.]*")} == {"plan.yaml", "memory.json"}
     after_the_kill = saved(repository)[-1]
 
     signalled = launched(second, repository)
-    wait_until(lambda: saved(repository)[-1] > after_the_kill, signalled)
-    signalled.send_signal(signal.SIGUSR1)
-    _, log = signalled.communicate()
-    assert signalled.returncode == 128 + signal.SIGUSR1
+    wait_until(lambda: saved(repository)[-1] > after_the_kill, lambda: signalled.output)
+    signalled.process.send_signal(signal.SIGUSR1)
+    assert signalled.ended() == 128 + signal.SIGUSR1
+    log = signalled.output
     step = saved(repository)[-1]
     assert f"resuming from step {after_the_kill}/9" in log
     assert f"SIGUSR1: stopped at step {step}/9, saved at step {step}" in log
@@ -188,7 +187,7 @@ def after_the_first_answers(patch: pytest.MonkeyPatch) -> None:
 
 def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> int:
     request = request_of(workspace, stage, name, params=load_params())
-    ended, _ = run_down_the_ladder(engine.run, request, launch.say)
+    ended, _ = run_down_the_ladder(engine.run, request)
     return ended.code
 
 

@@ -64,13 +64,14 @@ def forget_damaged_lock(workspace: Workspace) -> None:
 @pytest.mark.parametrize("recipe", ["r1-llm-only", "amr-baseline"])
 def test_a_stage_that_was_killed_ends_with_the_same_bytes(recipe: str, tmp_path: Path) -> None:
     reference, draw, kills = build_reference(tmp_path / "reference", recipe), random.Random(recipe), 0
-    written = {stage.name: stage.written for stage in declared_stages(reference.finished_dir)}
+    written = {stage.name: stage.written for stage in declared_stages(reference / "finished")}
     stages = chain_of(recipe)[1:]
-    after = dict(zip(stages, [*map(reference.before_dir, stages[1:]), reference.finished_dir], strict=True))
+    states = [*(reference / "before" / stage for stage in stages), reference / "finished"]
+    after = dict(zip(stages, states[1:], strict=True))
     while kills < KILLS:
         stage = draw.choice([*stages, *[f"train@{recipe}"] * 3])
-        workspace = workspace_in(tmp_path / "workspace", reference.environment)
-        copy_folder(reference.before_dir(stage), workspace.folder)
+        workspace = workspace_in(tmp_path / "workspace")
+        copy_folder(reference / "before" / stage, workspace.folder)
         for _ in range(5):
             forget_damaged_lock(workspace)
             killed = workspace.dvc("repro", stage, meanwhile=kill(workspace, draw))

@@ -1,6 +1,5 @@
 """Workspaces in which tests run commands as a person would type them, and a small pipeline that ran in one."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -12,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from ruamel.yaml import YAML
 
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
 from tests import ROOT
-from tests.launcher.small_checkout import Command
+from tests.documents import write_yaml
+from tests.launcher.small_checkout import CALLER, Command
+from tests.stage_runs import small_params
 from tools.verify.rerun import unequal_files
 
 RECIPE = "r1-llm-only"
@@ -32,8 +32,8 @@ def chain_of(recipe: str) -> tuple[str, ...]:
 
 CHAIN = chain_of(RECIPE)
 TARGET = CHAIN[-1]
-LIMIT_S = 300
-"""For a command on one stage of it, which takes some ten seconds: a longer one hangs."""
+LIMIT_S = 600
+"""For a command on one stage of it, which takes some ten seconds, or on all: a longer one hangs."""
 GRACE_S = 150
 """For processes to end after their command: more than a stage has to save its work."""
 
@@ -63,7 +63,7 @@ class Workspace:
 
     def python(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
         """Run a command to its end. meanwhile: called with the process once it has started."""
-        command = Command(self.folder, self.environment["PYTHON"], *arguments, env=self.environment)
+        command = Command(self.folder, sys.executable, *arguments, env=self.environment)
         process = command.process
         try:
             if meanwhile is not None:
@@ -103,73 +103,32 @@ class Workspace:
                 continue
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """The pipeline after an undisturbed run. Nothing writes to it again."""
+def build_reference(root: Path, recipe: str = RECIPE) -> Path:
+    """Run the stages of a recipe, one by one, in a clone of this checkout that also has what is not committed.
 
-    root: Path
-    environment: Mapping[str, str]
-
-    @property
-    def finished_dir(self) -> Path:
-        return self.root / "finished"
-
-    def before_dir(self, stage: str) -> Path:
-        return self.root / "before" / stage
-
-
-def build_reference(root: Path, recipe: str = RECIPE) -> Reference:
-    """Run the stages of a recipe, one by one, in a clone of this checkout that also has what is not committed."""
-    environment = make_environment(root)
-    workspace = workspace_in(root / "workspace", environment)
+    Returns the root: `before/STAGE` is the workspace before each stage, `finished` that after the last one.
+    """
+    workspace = workspace_in(root / "workspace")
     clone_checkout(workspace.folder)
-    yaml, path = YAML(), workspace.folder / "params.yaml"
-    raw = yaml.load(path)
-    raw["profile"] = "tiny"
-    raw["tracking"]["to"] = []
-    tiny = raw["profiles"]["tiny"]  # few samples and steps, each second step saved
-    tiny["datasets"][raw["recipes"][recipe]["data"]]["limit"] = {"train": 16, "val": 4}
-    tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
-    tiny["memory"]["micro_batch"] = 2
-    tiny["evaluation"].update(batch_size=4, max_new_tokens=8)
-    tiny["validation_limit"] = {"samples": 2, "score_samples": 1}
+    raw = small_params(root="")
     raw["checkpoints"].update(every_minutes=None, every_steps=2)
-    raw["recipes"][recipe].update(effective_batch=4, epochs=2)
-    yaml.dump(raw, path)
+    raw["recipes"][recipe]["epochs"] = 2
+    write_yaml(raw, workspace.folder / "params.yaml")
     for name in chain_of(recipe):
         copy_folder(workspace.folder, root / "before" / name)
         ended = workspace.dvc("repro", name)
         assert ended.code == 0, ended.output
     workspace.folder.rename(root / "finished")
-    return Reference(root=root, environment=environment)
+    return root
 
 
-def workspace_in(folder: Path, environment: Mapping[str, str]) -> Workspace:
+def workspace_in(folder: Path) -> Workspace:
     """A workspace with a folder of its own for temporary files, beside it; DVC's state of files lies within."""
     scratch_dir = folder.with_name(f"{folder.name}.tmp")
     scratch_dir.mkdir(parents=True, exist_ok=True)
     own = {"DVC_SITE_CACHE_DIR": str(folder / ".dvc/tmp/site"), "TMPDIR": str(scratch_dir)}
-    return Workspace(folder=folder, environment={**environment, **own})
-
-
-def make_environment(root: Path) -> dict[str, str]:
-    """The environment of every command: this Python, and no configuration of DVC but the workspace's."""
-    no_config_dir = root / "no-config"
-    no_config_dir.mkdir(parents=True)
-    return {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-        "HOME": os.environ.get("HOME", str(root)),
-        "LANG": "C.UTF-8",
-        "PYTHON": sys.executable,
-        "VIRTUAL_ENV": sys.prefix,
-        "BAKEOFF_ENGINE": "process",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "OMP_NUM_THREADS": "1",
-        "DVC_GLOBAL_CONFIG_DIR": str(no_config_dir),
-        "DVC_SYSTEM_CONFIG_DIR": str(no_config_dir),
-        "DVC_NO_ANALYTICS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    one_thread = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    return Workspace(folder=folder, environment={**CALLER, **own, **one_thread, "HF_HUB_OFFLINE": "1"})
 
 
 def clone_checkout(folder: Path) -> None:

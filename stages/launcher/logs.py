@@ -1,4 +1,4 @@
-"""What the launcher says, and the log of a stage: a copy of all that its launcher, process and container print."""
+"""Lines of the launcher, and the log of a stage: a copy of all that its launcher, process and container print."""
 
 from __future__ import annotations
 

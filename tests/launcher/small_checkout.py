@@ -27,13 +27,13 @@ from tests.closure import import_closure
 CALLER = {
     "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
     "HOME": os.environ["HOME"],
+    "VIRTUAL_ENV": sys.prefix,
     "BAKEOFF_ENGINE": "process",
     "DVC_NO_ANALYTICS": "1",
-    "GIT_CONFIG_GLOBAL": os.devnull,
+    **dict.fromkeys(("GIT_CONFIG_GLOBAL", "DVC_GLOBAL_CONFIG_DIR", "DVC_SYSTEM_CONFIG_DIR"), "/nowhere"),
     **{f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
 }
-"""The environment of a person in a shell with .venv activated."""
-
+"""The environment of a person without configuration of git and DVC, in a shell with .venv activated."""
 
 PARAMS = load_params(ROOT / "params.yaml")
 
@@ -117,7 +117,7 @@ class Command:
         return "".join(re.findall(pattern, self.output)[:1])
 
     def ended(self) -> int:
-        return self.process.wait(timeout=120)
+        return self.process.wait(timeout=300)
 
 
 def commit(workspace: Path) -> None:
@@ -146,8 +146,8 @@ def notes(workspace: Path) -> list[str]:
 
 
 def wait_until(is_so: Callable[[], bool], what: Callable[[], object] = str) -> None:
-    """Fails, with `what`, if it is not so within a minute."""
-    for _ in range(1200):
+    """Fails, with `what`, if it is not so within three minutes: a busy machine may take a minute to start a stage."""
+    for _ in range(3600):
         if is_so():
             return
         time.sleep(0.05)

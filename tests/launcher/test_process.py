@@ -17,7 +17,7 @@ from stages.core.signals import ENDING
 from stages.launcher import process
 from stages.launcher.engines import ENGINES
 from stages.launcher.process import ProcessEngine, oom_kills
-from tests.launcher.small_checkout import Command, commit, notes, request_of, run, small_checkout, wait_until
+from tests.launcher.small_checkout import CALLER, Command, commit, notes, request_of, run, small_checkout, wait_until
 
 STAGE = """
 import os, signal, subprocess, sys, time
@@ -51,7 +51,6 @@ if what == "wait":
     time.sleep(600)
 """
 WAITING_CALLER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
-CALLER = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, "BAKEOFF_ENGINE": "process"}
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
 
 Start = Callable[..., Command]
@@ -88,7 +87,9 @@ def noted_pids(workspace: Path) -> list[int]:
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def started_and_ready(start: Start, workspace: Path, *args: str, **environment: str) -> Command:
@@ -213,10 +214,11 @@ def test_log_has_what_is_shown_in_the_repository_also_of_a_killed_stage(
     launcher = subprocess.Popen(command, env=own, cwd=tmp_path, stdin=sink, stdout=sink, stderr=sink)
     os.close(sink)
     assert launcher.wait() == 128 + signal.SIGSEGV
-    log, shown = (tmp_path / ".bakeoff/logs/mossy-elk/train@11.log").read_bytes(), b""
+    shown = b""
     with suppress(OSError):  # a terminal that nobody has open
-        while data := os.read(source, 1 << 16):
+        while data := os.read(source, 1 << 16):  # until the process that copies has ended too
             shown += data
+    log = (tmp_path / ".bakeoff/logs/mossy-elk/train@11.log").read_bytes()
     assert log.endswith(f"terminal {terminal} {terminal}\nof a child\nof its stderr\nhalf a line".encode()), log
     assert shown.replace(b"\r\n", b"\n") == log
 
@@ -230,7 +232,9 @@ def test_stage_whose_launcher_is_killed_has_its_last_words_in_the_log(start: Sta
     refused = start("train", "wait")
     assert refused.ended() == 1
     assert "already running" in refused.output
-    copier, stage = psutil.Process(launcher.process.pid).children()
+    copier, stage = sorted(
+        psutil.Process(launcher.process.pid).children(), key=lambda child: "stages.train" in child.cmdline()
+    )
     copier.terminate()  # as the end of a systemd unit does to all of its processes
     launcher.process.kill()
     psutil.wait_procs([copier, stage], timeout=60)

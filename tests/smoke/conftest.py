@@ -15,12 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
-from ruamel.yaml import YAML
 
 from stages.core.params import load_params
 from stages.kit.planning.plan import resolve_plan
 from stages.launcher.engines import CONTAINER_ENGINES
+from tests.documents import write_yaml
 from tests.launcher.small_checkout import commit, run, wait_until
+from tests.stage_runs import small_params
 from tests.workspaces import clone_checkout
 
 ENGINE = os.environ.get("ENGINE") or next(filter(shutil.which, CONTAINER_ENGINES), "docker")
@@ -79,26 +80,10 @@ def train(workspace: Path, code: str, *before: str, **more: str) -> subprocess.C
     )
 
 
-def small_steps(params: dict[str, Any]) -> None:
-    """The shipped experiment with less of everything."""
-    tiny = params["profiles"]["tiny"]
-    for dataset in tiny["datasets"].values():
-        if dataset["source"] != "mix":
-            dataset["limit"] = {"train": 16, "val": 8}
-    tiny["memory"]["micro_batch"] = 4
-    tiny["evaluation"] = {"batch_size": 8, "max_new_tokens": 24}
-    tiny["validation_limit"] = {"samples": 2, "score_samples": 1}
-    for recipe in params["recipes"].values():
-        recipe.update(effective_batch=8, epochs=1, max_steps=2)
-
-
 def copy_of_checkout(place: Path) -> Path:
-    """A clone of this checkout, uncommitted changes included, with smaller steps; all of it is committed."""
+    """A clone of this checkout, uncommitted changes included, with less of everything; all of it is committed."""
     clone_checkout(place)
-    yaml = YAML()
-    params = yaml.load(place / "params.yaml")
-    small_steps(params)
-    yaml.dump(params, place / "params.yaml")
+    write_yaml(small_params(root=""), place / "params.yaml")
     (place / "dvc.lock").unlink(missing_ok=True)
     commit(place)
     return place

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.launcher.small_checkout import run
 from tests.smoke.conftest import ENGINE, copy_of_checkout, environment, train
 from tests.smoke.test_seal import ATTEMPTS, trying
 
@@ -50,11 +50,8 @@ def test_stages_give_the_bytes_that_a_process_gives_also_in_jobs(tmp_path: Path)
         workspace = copy_of_checkout(tmp_path / f"{engine} {place}")
         chosen = environment(BAKEOFF_ENGINE=engine, BAKEOFF_PLACE=place)
         for stage in (("check",), ("base", "vlm"), ("prepare", "nutrition-tables"), ("plan", "r1-llm-only")):
-            ended = subprocess.run(
-                ["docker/run", *stage], cwd=workspace, env=chosen, capture_output=True, text=True, check=False
-            )
-            assert ended.returncode == 0, ended.stdout + ended.stderr
-            assert ("launcher: job" in ended.stdout + ended.stderr) == (place == "slurm" and stage != ("check",))
+            output = run(workspace, "docker/run", *stage, **chosen)
+            assert ("launcher: job" in output) == (place == "slurm" and stage != ("check",))
         files = [path for path in (workspace / "data").rglob("*") if path.is_file()]
         digests[engine, place] = {
             str(path.relative_to(workspace)): hashlib.sha256(path.read_bytes()).hexdigest()

@@ -179,13 +179,14 @@ def test_only_a_stage_that_fetches_has_the_network_and_the_token(
         assert (interfaces, token, hub) == (["lo"], None, None)
 
 
-# Its first attempt takes memory without end.
+# Its first attempt takes memory without end, once its base has a file `go`.
 GREEDY = """
-import sys, time
+import os, sys, time
 
 print("ready", *sys.argv[1:], flush=True)
 if "--attempt" not in sys.argv:
-    time.sleep(5)
+    while not os.path.exists("data/bases/vlm/go"):
+        time.sleep(0.05)
     taken = [bytearray(b"x" * 2**24) for _ in range(2**12)]
 """
 
@@ -294,6 +295,7 @@ def test_closed_terminal_leaves_nothing(start: Start, playground: Path, command:
     running = start("setsid", "--ctty", "--wait", *command, stdin=terminal)
     os.close(terminal)
     os.close(main)
+    running.until("saved on")
     wait_until(lambda: nothing_runs(playground))
     assert running.output.count("saved on") == 1
 
@@ -304,7 +306,10 @@ def test_stage_that_ran_out_of_memory_is_restarted(
     running = start(*COMMAND, stage=GREEDY)
     (container,) = containers(playground)
     limit_memory(container)
+    go = playground / "data/bases/vlm/go"
+    go.touch()
     assert running.process.wait() == 0, running.output
     assert "ready r1-llm-only --attempt 1" in running.output
-    assert "train r1-llm-only ran out of memory; restarting it with micro_batch 4 -> 2" in running.output
+    assert "train r1-llm-only ran out of memory; restarting it with micro_batch 2 -> 1" in running.output
+    go.unlink()
     wait_until(lambda: nothing_runs(playground))

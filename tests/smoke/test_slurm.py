@@ -194,8 +194,8 @@ def test_changed_setting_cancels_the_running_job(workspace: Path) -> None:
 
 
 def test_training_is_requeued_when_the_time_of_its_job_is_over(workspace: Path) -> None:
-    """Slurm's own limit of a minute, and its signal before that."""
-    set_params(workspace, partition="short", minutes=1, save_seconds=58)
+    """Slurm's own limit of a minute, and its signal 20 to 50 seconds after the start."""
+    set_params(workspace, partition="short", minutes=1, save_seconds=10)
     command = repro(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until(f"launcher: job {number} goes back into the queue, and resumes from there")
@@ -208,8 +208,10 @@ def test_training_is_requeued_when_the_time_of_its_job_is_over(workspace: Path) 
 
 
 def test_training_that_saves_nothing_in_its_time_is_not_requeued(workspace: Path) -> None:
-    set_params(workspace, partition="short", save_seconds=58)
     command = repro(workspace, OMP_FORGETS="1")
+    number = command.until(r"launcher: job (\d+)")
+    command.until("the stage speaks")
+    subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
     assert command.ended() != 0
     assert "the time of its job was over before it saved a new checkpoint; increase slurm" in command.output, (
         command.output

@@ -2,12 +2,15 @@
 
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from ruamel.yaml import YAML
 
@@ -21,7 +24,6 @@ from tests.workspaces import (
     RECIPE,
     TARGET,
     Meanwhile,
-    Reference,
     Workspace,
     build_reference,
     copy_folder,
@@ -70,14 +72,14 @@ def test_a_job_that_nothing_would_find_again_is_asked_to_end(workspace: Path) ->
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_reference(tmp_path_factory.mktemp("reference"))
 
 
-def before(stage: str, folder: Path, reference: Reference) -> Workspace:
+def before(stage: str, folder: Path, reference: Path) -> Workspace:
     """A workspace as it was before a stage."""
-    workspace = workspace_in(folder, reference.environment)
-    copy_folder(reference.before_dir(stage), workspace.folder)
+    workspace = workspace_in(folder)
+    copy_folder(reference / "before" / stage, workspace.folder)
     return workspace
 
 
@@ -87,38 +89,62 @@ def in_jobs(plain: Workspace, **environment: str) -> Workspace:
     return replace(plain, environment={**plain.environment, **slurm, **environment})
 
 
-def time_is_up(workspace: Workspace, *whom: str) -> Meanwhile:
-    """Send Slurm's signal for the end of a job's time at the first checkpoint. whom: scancel's option."""
+def time_is_up(workspace: Workspace, *, nodes: int = 1) -> Meanwhile:
+    """Send Slurm's signal for the end of a job's time while the training can save, and before it goes on."""
+    num_processes = 2 * nodes if nodes > 1 else 1  # torchrun and a worker on each node
 
     def meanwhile(process: "subprocess.Popen[bytes]") -> None:
-        while not any((workspace.folder / ".bakeoff/checkpoints").glob("*/*/step-*")):
+        while len(training := training_of(workspace)) < num_processes or not all_have_it_in("SigCgt", training):
             assert process.poll() is None
             time.sleep(0.02)
-        (number,) = jobs()
-        subprocess.run(["scancel", *whom, "--signal=USR1", number], check=True)
+        for each in training:
+            each.suspend()
+        (number,) = (number for number, state in jobs().items() if state == "RUNNING")
+        subprocess.run(["scancel", *(("--batch",) if nodes == 1 else ()), "--signal=USR1", number], check=True)
+        first = [each for each in training if each.parent() not in training]  # to which launchers pass it on
+        while not all_have_it_in("ShdPnd", first):
+            time.sleep(0.02)
+        for each in training:
+            each.resume()
 
     return meanwhile
 
 
+def training_of(workspace: Workspace) -> list[psutil.Process]:
+    """The processes of the training in a workspace, launchers left out."""
+    found = []
+    for process in workspace.processes():
+        with suppress(psutil.Error):  # it has just ended
+            found += [process] if "stages.train" in process.cmdline() else []
+    return found
+
+
+def all_have_it_in(mask: str, processes: list[psutil.Process]) -> bool:
+    """Whether SIGUSR1 is in a mask of all of them (proc(5)): SigCgt if it is handled, ShdPnd if it waits."""
+    with suppress(OSError):  # one has just ended
+        texts = [Path(f"/proc/{each.pid}/status").read_text() for each in processes]
+        masks = [int(text.partition(f"{mask}:")[2].split()[0], 16) for text in texts]
+        return all(each & 1 << (signal.SIGUSR1 - 1) for each in masks)
+    return False
+
+
 @pytest.mark.timeout(900)
-def test_jobs_leave_the_bytes_of_processes_also_where_a_training_takes_two(
-    reference: Reference, tmp_path: Path
-) -> None:
+def test_jobs_leave_the_bytes_of_processes_also_where_a_training_takes_two(reference: Path, tmp_path: Path) -> None:
     workspace = in_jobs(before(CHAIN[0], tmp_path / "in jobs", reference))
-    ended = workspace.dvc("repro", TARGET, meanwhile=time_is_up(workspace, "--batch"))
+    ended = workspace.dvc("repro", TARGET, meanwhile=time_is_up(workspace))
     assert ended.code == 0, ended.output
     train = ended.output.partition("> exec docker/run train")[2].partition("Running stage")[0]
     assert "goes back into the queue" in train, train
     assert "resuming from step" in train, train
     assert len(re.findall(r"launcher: job \d+\n", ended.output)) == len(CHAIN) - 1, "all but check"
     written = [out for stage in declared_stages(workspace.folder) if stage.name in CHAIN for out in stage.written]
-    require_same_end(workspace.folder, reference.finished_dir, written)
+    require_same_end(workspace.folder, reference / "finished", written)
     assert workspace.dvc("status", "-q", TARGET).code == 0
 
 
 @pytest.mark.timeout(900)
 def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_in_two_jobs(
-    reference: Reference, tmp_path: Path
+    reference: Path, tmp_path: Path
 ) -> None:
     """Both nodes are this machine, whose name may be known by an address of a network card."""
     plan = f"plan@{RECIPE}"
@@ -132,7 +158,7 @@ def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_in_two
         profile["device"] |= device
         profile["memory"]["placement"] = "ddp"
         write_yaml(params, path)
-        meanwhile = time_is_up(workspace) if workspace is over_nodes else None
+        meanwhile = time_is_up(workspace, nodes=2) if workspace is over_nodes else None
         ended = workspace.dvc("repro", f"train@{RECIPE}", meanwhile=meanwhile)
         assert ended.code == 0, ended.output
         assert ("resuming from step" in ended.output) == (workspace is over_nodes)

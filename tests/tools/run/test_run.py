@@ -87,7 +87,7 @@ def workspace(tmp_path: Path) -> Workspace:
     for name, text in {".dvc/config": "[core]\n    no_scm = true\n", "orders/none": "", "notes": ""}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    return Workspace(folder=folder, environment={**CALLER, "PYTHON": sys.executable, "LANG": "C.UTF-8"})
+    return Workspace(folder=folder, environment={**CALLER, "LANG": "C.UTF-8"})
 
 
 def order(workspace: Workspace, **orders: str) -> None:
