@@ -35,7 +35,6 @@ from stages.core.params.schema import Params
 from stages.core.records import nearest, refusal
 from stages.core.tasks import load_task
 from stages.reporting.compare import (
-    Comparison,
     TaskReport,
     compare,
     evidence_of,
@@ -63,12 +62,13 @@ Candidate: TypeAlias = tuple[tuple[str, ...], Score]
 def main(task: str, experiments: tuple[str, ...], over: str | None, race: float | None, jobs: int) -> None:
     params, console = load_params(), Console(highlight=False)
     refuse_unknown_metrics(params)
+    report = task_report(load_task(task, "report"), params, task)
     if over:
-        choose_settings(params, task, experiments, over, console=console)
+        choose_settings(params, report, experiments, over, console=console)
     elif race:
-        hold_race(params, task, race, jobs=jobs, console=console)
+        hold_race(params, report, race, jobs=jobs, console=console)
     else:
-        compare_experiments(params, task, experiments, console=console)
+        compare_experiments(params, report, experiments, console=console)
 
 
 def refuse_unknown_metrics(params: Params) -> None:
@@ -85,20 +85,20 @@ def refuse_unknown_metrics(params: Params) -> None:
 
 def compare_experiments(
     params: Params,
-    task: str,
+    report: TaskReport,
     names: Sequence[str],
     *,
     console: Console,
     matters: float | None = None,
-    race: Sequence[str] = (),
-) -> Comparison:
+    race: str = "",
+) -> None:
     """Compare, write and print.
 
     names: the experiments to compare; empty for the workspace and all experiments of HEAD that compare with it.
-    matters: the smallest difference that matters; None for that of params.yaml. race: its sentences, if there was one.
+    matters: the smallest difference that matters; None for that of params.yaml. race: how it ended, if there was one.
     Raises UserError if there are not two seeds, and if those named differ in more.
     """
-    report = task_report(load_task(task, "report"), params, task)
+    task = report.task
     with tempfile.TemporaryDirectory() as folder:
         found, left_out = comparable(task, names, Path(folder))
         contenders = read_contenders(params, report, [each.data_dir for each in found])
@@ -116,26 +116,24 @@ def compare_experiments(
         if matters is None:
             notes.append(f"No recipe is called as good: params.yaml has no compare.matters.{report.primary.key}.")
         if race:
-            notes += [*race[-1:], "The other sentences do not take into account that seeds were added until then."]
+            notes += [race, "The other sentences do not take into account that seeds were added until then."]
         notes += _missing_words(found, task, [each.name for each in contenders])
         comparison = replace(comparison, notes=tuple(notes))
         write_report(comparison, Path("data/report", task, "over-seed"), profile=params.profile, console=console)
-    return comparison
 
 
-def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: Console) -> None:
+def hold_race(params: Params, report: TaskReport, matters: float, *, jobs: int, console: Console) -> None:
     """Train seeds until the best recipe is known, and print who is in the race after each round; then compare.
 
     Raises UserError if an experiment does not give what it was run for.
     """
-    report = task_report(load_task(task, "report"), params, task)
     seeds = [params.seed + number for number in range(LOOKS[-1])]
-    baselines = [name for name, base in params.baselines.items() if base.task == task]
+    baselines = [name for name, base in params.baselines.items() if base.task == report.task]
     queued: set[tuple[int, str]] = set()
     waited_for: dict[str, str] = {}
     for number in itertools.count():
         with tempfile.TemporaryDirectory() as folder:
-            found, left_out = comparable(task, (), Path(folder))
+            found, left_out = comparable(report.task, (), Path(folder))
             runs = runs_by_seed(params, report, found)
             now = standing(report, runs, seeds, matters)
         if number == 0:
@@ -167,15 +165,17 @@ def hold_race(params: Params, task: str, matters: float, *, jobs: int, console: 
             )
         queued |= needed
         queue(now.missing, baselines, console)
-    compare_experiments(params, task, (), console=console, matters=matters, race=now.words)
+    compare_experiments(params, report, (), console=console, matters=matters, race=now.words[-1])
 
 
-def choose_settings(params: Params, task: str, names: Sequence[str], pattern: str, *, console: Console) -> None:
+def choose_settings(
+    params: Params, report: TaskReport, names: Sequence[str], pattern: str, *, console: Console
+) -> None:
     """Print the values of a setting for each recipe, the best first, and the command that trains the best.
 
     pattern: of the settings, with * for any name. Raises UserError as `candidates` does.
     """
-    report = task_report(load_task(task, "report"), params, task)
+    task = report.task
     with tempfile.TemporaryDirectory() as folder:
         found, left_out = comparable(task, names, Path(folder), varied=pattern)
         ranked = candidates(found, params, report, pattern)

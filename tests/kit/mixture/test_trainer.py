@@ -14,7 +14,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import LoraParams, PartsParams
 from stages.kit.mixture.routing import outputs_of, routers_of
 from stages.kit.mixture.trainer import BalancedTrainer, RouterTrainer, router_loss
-from stages.kit.models.adapters import apply_recipe, part_of, trained_modules
+from stages.kit.models.adapters import apply_recipe, count_trainable, part_of, trained_modules
 from stages.kit.models.load import load_config, meta_model
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
