@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -223,15 +222,10 @@ class Predictions:
         params = replace(self.params, profiles={**self.params.profiles, self.params.profile: profile})
         has_data = inputs.has_tokenizer and inputs.data_dir is not None
         options: dict[str, Any] = {"base_dir": inputs.config_dir, "has_data": has_data, "made": self.made}
-        # A notebook's stderr says that it is a terminal, and would keep each turn of the spinner.
-        console = Console(
-            stderr=True, force_jupyter=False, force_terminal=None if sys.stderr is sys.__stderr__ else False
-        )
-        with console.status(f"{recipe}: predicting", spinner="line"):
-            samples = load_task(params.recipe(recipe).task, "samples")
-            found = preview(params, recipe, config_of_base(inputs), samples, **options)
-            fit = fastest_fit(found.fit, found.predict) if profile.memory.fit == "fill" else found.fit
-            return found, fit, cheapest_fit(fit, found.predict)
+        samples = load_task(params.recipe(recipe).task, "samples")
+        found = preview(params, recipe, config_of_base(inputs), samples, **options)
+        fit = fastest_fit(found.fit, found.predict) if profile.memory.fit == "fill" else found.fit
+        return found, fit, cheapest_fit(fit, found.predict)
 
     def recipe_memory(self, recipe: str, device: DeviceParams) -> tuple[RecipeMemory, list[str]]:
         """The prediction of a recipe on such a device, and its budget and advice in lines."""
@@ -323,7 +317,9 @@ def main(
             f"name a recipe and at most one GPU, or take --all (make: RECIPE=, GPU=, or ALL=1); profile "
             f"{params.profile} can train: {', '.join(trainable_recipes(params))}"
         )
-    answer, lines = predictions.recipe_memory(recipe, devices[0])
+    predicting = Console(stderr=True).status(f"{recipe}: predicting", spinner="line")
+    with predicting:
+        answer, lines = predictions.recipe_memory(recipe, devices[0])
     if as_json:
         click.echo(json.dumps(asdict(answer), indent=2))
         return
@@ -333,7 +329,7 @@ def main(
     click.echo(f"batch     {answer.batch}\ndisk      {answer.disk}")
     click.echo(f"time      {answer.duration}\n" if answer.duration else "")
     if changes:
-        with suppress(UserError):  # params.yaml may have a mistake that the changes fix
+        with suppress(UserError), predicting:  # params.yaml may have a mistake that the changes fix
             own = predictions_for(profile)
             before, _ = own.recipe_memory(recipe, devices_of(own.params, gpus)[0])
             lines.append(f"changes   {answer.difference(before)}")
@@ -343,7 +339,11 @@ def main(
 def show_all(predictions: Predictions, names: Sequence[str], devices: Sequence[DeviceParams]) -> None:
     """Recipes by GPU, each with the cheapest settings that fit."""
     inputs = {name: available_inputs(predictions.params, name) for name in names}  # all are known before any takes time
-    rows = [(name, *(_cell(*predictions.fits(name, inputs[name], each)[1:]) for each in devices)) for name in names]
+    rows = []
+    with Console(stderr=True).status("", spinner="line") as status:
+        for name in names:
+            status.update(f"{name}: predicting")
+            rows.append((name, *(_cell(*predictions.fits(name, inputs[name], each)[1:]) for each in devices)))
     titles = [device.card or f"{device.memory_gb:g} GB" for device in devices]
     columns = (Column("recipe", "Recipe"), *(Column(title, title) for title in titles))
     Console(highlight=False).print(terminal_table(Table.of(columns, rows)))
