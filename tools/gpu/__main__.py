@@ -91,13 +91,10 @@ GENERATION: dict[str, tuple[tuple[dict[str, Any], int, int], ...]] = {
 RECIPES = {"r1-llm-only": None, "r2-vision-only": "none", "amr-baseline": "none"}
 """Recipes that go all the way at tiny size, each with its profile's quantization."""
 _R1, _TEXT = "r1-llm-only", "amr-baseline"
-LIGER = "a step of text: Liger's kernels, torch's"
-"""A comparison that needs a GPU."""
 BENCH: dict[str, dict[str, Any]] = {
     "a step of r1: this kit, a plain TRL script": {"recipe": _R1, "ours": {}, "other": None},
     "a step of r1: features of images kept, computed": {"recipe": _R1, "ours": {"features_bytes": 1}, "other": {}},
     "a step of text: padding-free, padded": {"recipe": _TEXT, "ours": {"padding_free": True}, "other": {}},
-    LIGER: {"recipe": _TEXT, "ours": {"fused_kernels": True}, "other": {}},
     "64 completions for images: 128 at once, one by one": {"recipe": _R1, "ours": 128, "other": 1},
     "64 completions for sentences: 128 at once, one by one": {"recipe": _TEXT, "ours": 128, "other": 1},
 }
@@ -136,8 +133,7 @@ def measurements(kind: str, facts: Mapping[str, Any]) -> list[Measurement]:
     for recipe, quantization in RECIPES.items():
         task = {"recipe": recipe, "memory": {**memory, "quantization": quantization}}
         found.append(Measurement("recipes", recipe, task))
-    bench = [Measurement("bench", name, task) for name, task in BENCH.items() if kind == "cuda" or name != LIGER]
-    return found + bench
+    return found + [Measurement("bench", name, task) for name, task in BENCH.items()]
 
 
 def name_of(setting: Mapping[str, Any]) -> str:

@@ -19,11 +19,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
-from operator import getitem
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -31,7 +30,6 @@ from typing import Any
 
 import click
 import torch
-from ruamel.yaml import YAML
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
@@ -40,6 +38,7 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import combined_digest, file_digest
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams
+from stages.core.records import publish_text, read_settings, yaml_text
 from stages.core.signals import end_with_parent
 from stages.kit.evaluation.answer import answered_tokens
 from stages.kit.internals.torch_internals import chosen_attention, cpu_peak
@@ -47,7 +46,6 @@ from stages.kit.memory.predict import MemoryPredictor, predict_generation
 from stages.kit.memory.stand_in import quantize_nf4, stand_in_batch, stand_in_processor
 from stages.kit.memory.step import Inference, from_features, one_batch_trainer
 from stages.kit.models.adapters import apply_recipe
-from stages.kit.models.folders import STAND_IN_DIR
 from stages.kit.models.kernels import fused_kernels, packed_attention, turn_off_cudnn_attention
 from stages.kit.models.load import check_device, new_model, resolve_attention
 from stages.kit.planning.cards import card_of
@@ -153,7 +151,6 @@ def planned(setting: Setting, device: str) -> tuple[Plan, MemoryPredictor]:
     params, recipe = load_params().on(changes.pop("profile")), changes.pop("recipe")
     inputs = available_inputs(params, recipe)
     config = config_of_base(inputs)
-    take_token_ids(config)
     plan = resolve_plan(params, recipe, train_samples=params.recipe(recipe).effective_batch)
     micro_batch = changes.pop("micro_batch", plan.schedule.micro_batch)
     schedule = {"micro_batch": micro_batch, "grad_accumulation": ACCUMULATION, "num_steps": 1, "warmup_steps": 0}
@@ -176,19 +173,6 @@ def planned(setting: Setting, device: str) -> tuple[Plan, MemoryPredictor]:
     predictor = MemoryPredictor(config=config, processor=stand_in_processor(config, None), batch_of=batch_of)
     plan, _ = predictor.completed(plan, params.active.memory)
     return replace(plan, **chosen), predictor
-
-
-def take_token_ids(config: PreTrainedConfig) -> None:
-    """Number special tokens as the stand-in's tokenizer does: else a model looks for images among its text."""
-    added = json.loads((STAND_IN_DIR / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
-    ids = {token["content"]: token["id"] for token in added}
-    text = config.get_text_config()
-    text.eos_token_id, text.bos_token_id, text.pad_token_id = ids["<|im_end|>"], *[ids["<|endoftext|>"]] * 2
-    for name, token in (("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start")):
-        if hasattr(config, f"{name}_token_id"):
-            setattr(config, f"{name}_token_id", ids[f"<|{token}|>"])
-    if hasattr(config, "vision_end_token_id"):
-        config.vision_end_token_id = ids["<|vision_end|>"]
 
 
 def random_model(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
@@ -386,16 +370,16 @@ def measure_generation(device: str, *, setting: Setting, batch_size: int, new_to
 # --- A recipe at tiny size, by the stages themselves: all the way, twice, and killed and resumed
 
 ROOT = Path(__file__).parents[2]
-SMALL: dict[str, Any] = {
-    "profile": "tiny",
-    "tracking.to": [],
-    "checkpoints": {"every_minutes": None, "every_steps": 1},
-    **{f"profiles.tiny.datasets.{name}.limit": {"train": 8, "val": 4} for name in ("nutrition-tables", "visempar")},
-    "profiles.tiny.images": {"min_pixels": 3136, "max_pixels": 12544},
-    "profiles.tiny.memory.micro_batch": 2,
-    "profiles.tiny.evaluation": {"batch_size": 4, "max_new_tokens": 8, "max_length": 1024},
-}
-"""Settings of params.yaml, by dotted path."""
+SMALL = (
+    "profile=tiny",
+    "tracking.to=[]",
+    "checkpoints={every_minutes: null, every_steps: 1}",
+    *(f"profiles.tiny.datasets.{name}.limit={{train: 8, val: 4}}" for name in ("nutrition-tables", "visempar")),
+    "profiles.tiny.images={min_pixels: 3136, max_pixels: 12544}",
+    "profiles.tiny.memory.micro_batch=2",
+    "profiles.tiny.evaluation={batch_size: 4, max_new_tokens: 8, max_length: 1024}",
+)
+"""Changes of params.yaml."""
 
 
 def run_recipe(device: str, *, recipe: str, memory: Mapping[str, Any]) -> dict[str, Any]:
@@ -404,20 +388,19 @@ def run_recipe(device: str, *, recipe: str, memory: Mapping[str, Any]) -> dict[s
 
     memory: settings of the tiny profile. Raises UserError if a stage fails.
     """
-    raw = YAML(typ="safe").load(ROOT / "params.yaml")
-    raw["recipes"][recipe].update({"effective_batch": 4, "epochs": 3})
-    settings = {f"profiles.tiny.memory.{name}": value for name, value in memory.items()}
-    for path, value in {**SMALL, "profiles.tiny.device": {"kind": device, "count": 1}, **settings}.items():
-        *parents, last = path.split(".")
-        reduce(getitem, parents, raw)[last] = value
+    own = {"effective_batch": 4, "epochs": 3}
+    changes = [f"recipes.{recipe}.{name}={value}" for name, value in own.items()]
+    changes += [f"profiles.tiny.memory.{name}={json.dumps(value)}" for name, value in memory.items()]
+    changes += [*SMALL, f"profiles.tiny.device={{kind: {device}, count: 1}}"]
+    raw = read_settings(dict[str, Any], ROOT / "params.yaml", changes=changes)
+    wanted, began = raw["recipes"][recipe], time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("stages", "data/metrics", "data/tiny"):
             shutil.copytree(ROOT / part, folder / part)
-        with (folder / "params.yaml").open("w", encoding="utf-8") as file:
-            YAML().dump(raw, file)
-        base, began = raw["recipes"][recipe]["base"].partition("/")[2], time.monotonic()
-        for stage, item in (("base", base), ("prepare", raw["recipes"][recipe]["data"]), ("plan", recipe)):
+        publish_text(yaml_text(raw), folder / "params.yaml")
+        base = wanted["base"].removeprefix("bases/")
+        for stage, item in (("base", base), ("prepare", wanted["data"]), ("plan", recipe)):
             _run(stage, item, folder)
         digests = [_trained(recipe, folder) for _ in range(2)]
         _run("train", recipe, folder, kill=True)
