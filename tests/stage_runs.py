@@ -43,8 +43,8 @@ def refused(stage: str, name: str) -> str:
     return " ".join(result.output.split())
 
 
-def read_params() -> dict[str, Any]:
-    raw: dict[str, Any] = YAML(typ="safe").load(Path("params.yaml"))
+def read_params(path: Path = Path("params.yaml")) -> dict[str, Any]:
+    raw: dict[str, Any] = YAML(typ="safe").load(path)
     return raw
 
 
@@ -52,12 +52,19 @@ def write_params(raw: dict[str, Any]) -> None:
     write_yaml(raw, Path("params.yaml"))
 
 
+def write_workspace(folder: Path, raw: dict[str, Any]) -> None:
+    """Write these parameters and the data of the demo into a folder; nothing has run there yet."""
+    write_yaml(raw, folder / "params.yaml")
+    (folder / "data").mkdir()
+    (folder / "data/tiny").symlink_to(ROOT / "data/tiny")
+
+
 def small_params(vlm_dir: Path | None = None, *, root: str = f"{ROOT}/") -> dict[str, Any]:
     """The shipped parameters, with less of everything.
 
     vlm_dir: in place of the shipped vision-language base. root: of the shipped bases and data; "" in a clone.
     """
-    raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+    raw = read_params(ROOT / "params.yaml")
     tiny = raw["profiles"]["tiny"]
     tiny["bases"] = {name: source.replace("folder:", f"folder:{root}") for name, source in tiny["bases"].items()}
     if vlm_dir is not None:

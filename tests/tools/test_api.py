@@ -9,21 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ruamel.yaml import YAML
 
 from stages.core.params import load_params
 from stages.reporting.runs import cards_dir
-from stages.reporting.sections import comparison_table
 from tests import ROOT
-from tests.documents import write_yaml
 from tests.made_up_runs import made_up_ious, write_made_up_run
+from tests.stage_runs import read_params, write_workspace
 from tools import api
 
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The shipped recipes on a base that is small on every profile, two of them evaluated, with their baseline."""
-    raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+    raw = read_params(ROOT / "params.yaml")
     for profile in raw["profiles"].values():
         profile["bases"] = dict.fromkeys(profile["bases"], "folder:data/tiny/qwen2-vl")
         profile["images"] = {"min_pixels": 3136, "max_pixels": 12544}
@@ -31,9 +29,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         profile["evaluation"]["batch_size"] = 8
     for recipe in raw["recipes"].values():
         recipe["max_length"] = 128
-    write_yaml(raw, tmp_path / "params.yaml")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")
+    write_workspace(tmp_path, raw)
     monkeypatch.chdir(tmp_path)
     params = load_params()
     for seed, (name, mean) in enumerate({"base-vlm": 0.2, "r1-llm-only": 0.6, "r4-joint": 0.8}.items()):
@@ -62,13 +58,3 @@ def test_every_cell_of_the_tour_runs(workspace: Path, capsys: pytest.CaptureFixt
     printed, _ = capsys.readouterr()
     for part in ("better on ", "++recipes.r1-llm-only.lora.rank=8' evaluate@r1-llm-only", "fits: "):
         assert part in printed
-
-
-def test_a_run_and_a_comparison_are_those_of_the_report(workspace: Path) -> None:
-    comparison = api.compare_runs("detection")
-    assert comparison.best.name == "r4-joint"
-    assert {each.name for each in comparison.evaluated} == {"base-vlm", "r1-llm-only", "r4-joint"}
-    assert comparison.best.score.mean == api.read_run("r4-joint").metrics["mean_iou"]
-    assert api.read_run("base-vlm").plan is None
-    rows = [row.cells[0] for row in comparison_table(comparison).rows]
-    assert all(str(name) in api.table_text(comparison) for name in rows)

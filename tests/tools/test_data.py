@@ -12,6 +12,7 @@ from stages.core.params.schema import DataParams, DatasetParams, LimitParams
 from stages.core.tasks import load_task
 from stages.kit.data.prepared import prepare
 from tests import ROOT
+from tests.stage_runs import read_params, write_params, write_workspace
 from tests.tasks.detection.written import PHOTOS, WRITERS, Photo
 from tools.data.__main__ import main
 
@@ -19,9 +20,7 @@ from tools.data.__main__ import main
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")
+    write_workspace(tmp_path, read_params(ROOT / "params.yaml"))
     return tmp_path
 
 
@@ -61,13 +60,12 @@ def test_a_folder_is_shown_with_all_that_is_wrong_and_the_entry_that_asks_for_it
 
 def test_a_dataset_is_shown_as_params_have_it(workspace: Path) -> None:
     WRITERS["voc"](workspace / "photos", PHOTOS)
-    yaml, path = YAML(), workspace / "params.yaml"
-    params = yaml.load(path)
+    params = read_params()
     params["profiles"]["tiny"]["datasets"]["nutrition-tables"] = {
         "task": "detection", "source": "folder:photos",
         "reader": {"category": ["cup", "Nährwerte"], "label": {"cup": "<b>mug</b>"}},
     }  # fmt: skip
-    yaml.dump(params, path)
+    write_params(params)
     ended = run("--dataset", "nutrition-tables")
     assert ended.exit_code == 0, ended.output
     assert "Annotations/empty.xml: no boxes" in ended.output
@@ -89,10 +87,9 @@ def test_a_dataset_is_shown_as_params_have_it(workspace: Path) -> None:
 def test_a_sample_is_shown_with_what_counts_in_the_loss(
     workspace: Path, dataset: str, recipe: str | None, answer_format: str | None
 ) -> None:
-    yaml, path = YAML(), workspace / "params.yaml"
-    params = yaml.load(path)
+    params = read_params()
     params["profiles"]["tiny"]["datasets"][dataset]["limit"] = {"train": 3, "val": 2}
-    yaml.dump(params, path)
+    write_params(params)
     ended = run("--dataset", dataset, *(["--recipe", recipe] if recipe else []))
     assert ended.exit_code == 0, ended.output
     task = params["profiles"]["tiny"]["datasets"][dataset]["task"]
@@ -112,13 +109,12 @@ def test_a_sample_is_shown_with_what_counts_in_the_loss(
 
 
 def test_settings_that_the_task_does_not_have_are_refused_by_their_path(workspace: Path) -> None:
-    yaml, path = YAML(), workspace / "params.yaml"
-    params = yaml.load(path)
+    params = read_params()
     datasets = params["profiles"]["tiny"]["datasets"]
     datasets["visempar"]["reader"] = {"group": "x"}
     datasets["truthfulqa"]["splits"] = {"test": "public*"}
     datasets["both"] = {"task": "chat", "source": "mix", "mix": {"conversations": None}}
-    yaml.dump(params, path)
+    write_params(params)
     for dataset, problem in (
         ("visempar", "reader.group: unknown key"),
         ("truthfulqa", "splits.test: 'public*' matches no file of"),

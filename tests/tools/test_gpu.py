@@ -250,8 +250,8 @@ def test_a_dry_run_measures_a_training_and_its_prediction(tmp_path: Path, monkey
         return SimpleNamespace(returncode=ended.exit_code)
 
     monkeypatch.setattr(subprocess, "run", here)
-    options = ["--results-dir", str(tmp_path), "--dry-run", "--only", "tiny r1-llm-only"]
-    ended = CliRunner().invoke(gpu.main, options)
+    monkeypatch.setattr(gpu, "RESULTS_DIR", tmp_path)
+    ended = CliRunner().invoke(gpu.main, ["--dry-run", "--only", "tiny r1-llm-only"])
     assert ended.exit_code == 0, ended.output
     assert "C compiler" in ended.output
     assert "Not measured" not in ended.output

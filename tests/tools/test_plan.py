@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from ruamel.yaml import YAML
 
-from stages import base, plan, prepare
 from stages.core.errors import UserError
 from stages.core.lineage import write_lineage
 from stages.core.params import load_params
@@ -23,7 +21,7 @@ from stages.kit.models.folders import GEOMETRIES_DIR
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import PHASES, Prediction
 from tests import ROOT
-from tests.documents import write_yaml
+from tests.stage_runs import done, read_params, write_params, write_workspace
 from tools import plan as tool
 from tools.plan import available_data, available_inputs, root_base, same_source, trainable_recipes
 
@@ -35,7 +33,7 @@ GEOMETRY = GEOMETRIES_DIR / "Qwen/Qwen2-VL-2B-Instruct"
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The shipped recipes on a small model and small data, with a CPU and with a GPU; no network."""
-    raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+    raw = read_params(ROOT / "params.yaml")
     raw["profiles"] = {name: raw["profiles"][name] for name in ("tiny", GPU_PROFILE)}
     for profile in raw["profiles"].values():
         profile["bases"]["vlm"] = "folder:data/tiny/qwen2-vl"
@@ -45,10 +43,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     raw["profiles"]["tiny"]["datasets"]["nutrition-tables"]["limit"] = {"train": 8, "val": 4}
     for recipe in raw["recipes"].values():
         recipe["max_length"] = 512
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")
+    write_workspace(tmp_path, raw)
     monkeypatch.chdir(tmp_path)
-    write_yaml(raw, Path("params.yaml"))
     for name in ("connect", "connect_ex", "bind"):
         monkeypatch.setattr(socket.socket, name, no_network)
     return tmp_path
@@ -147,9 +143,9 @@ def test_it_ends_with_the_command_that_runs_the_cheapest_change_that_fits(
 
 
 def test_json_has_the_same_fields_and_the_batch_size_auto_is_what_fits(workspace: Path, predicted: list[Plan]) -> None:
-    raw = YAML(typ="safe").load(Path("params.yaml"))
+    raw = read_params()
     raw["profiles"][GPU_PROFILE]["evaluation"]["batch_size"] = "auto"
-    write_yaml(raw, Path("params.yaml"))
+    write_params(raw)
     assert "4.00 GiB, 16 at once: fits" in answer(*on_gpu("r1-llm-only", "--gpu", "6"))
     found = json.loads(answer(*on_gpu("r1-llm-only", "--gpu", "8", "--json")))
     assert (found["recipe"], found["profile"], found["memory_gb"]) == ("r1-llm-only", GPU_PROFILE, 8)
@@ -184,9 +180,8 @@ def test_a_cpu_offers_the_machines_memory(
 
 
 def test_with_base_and_data_it_predicts_what_the_plan_stage_does(workspace: Path) -> None:
-    for stage, name in ((base, "vlm"), (prepare, "nutrition-tables"), (plan, "r1-llm-only")):
-        result = CliRunner().invoke(stage.main, [name])
-        assert result.exit_code == 0, result.output
+    for stage, name in (("base", "vlm"), ("prepare", "nutrition-tables"), ("plan", "r1-llm-only")):
+        done(stage, name)
     planned = json.loads(Path("data/runs/r1-llm-only/memory.json").read_text())
     found = json.loads(answer("r1-llm-only", "--json"))
     assert found["memory"] == planned

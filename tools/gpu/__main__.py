@@ -48,6 +48,7 @@ log = logging.getLogger("stages")
 DECIDING = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "flash-attn")
 """Packages whose versions change every result."""
 TIMEOUT_S = 900
+RESULTS_DIR = Path(".bakeoff/gpu")
 
 _7B, _VLM_7B, _VLM_2B, _MOE, _TINY = (
     {"profile": "qwen25-7b-80gb", "recipe": "amr-baseline"},
@@ -263,8 +264,7 @@ def calibrate(results: Results, wanted: Sequence[Measurement], path: Path) -> No
 @click.option(
     "--calibrate", "calibrate_by", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Results."
 )
-@click.option("--results-dir", type=click.Path(path_type=Path), default=Path(".bakeoff/gpu"), show_default=True)
-def main(budget_s: float, only: str, dry_run: bool, calibrate_by: Path | None, results_dir: Path) -> None:
+def main(budget_s: float, only: str, dry_run: bool, calibrate_by: Path | None) -> None:
     configure_logging("gpu")
     deadline = time.monotonic() + budget_s
     if calibrate_by is not None:
@@ -274,7 +274,7 @@ def main(budget_s: float, only: str, dry_run: bool, calibrate_by: Path | None, r
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     kind, interrupted = "cpu" if dry_run else "cuda", False
     with device_to_measure(kind) as (name, uuid):
-        results = Results.of(results_dir, name)
+        results = Results.of(RESULTS_DIR, name)
         if dry_run:
             results.by_key.clear()
         try:

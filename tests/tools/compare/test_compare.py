@@ -17,13 +17,13 @@ from stages.reporting.runs import cards_dir, evaluation_stage
 from tests import ROOT
 from tests.made_up_records import PROVENANCE
 from tests.made_up_runs import (
-    PARAMS_PATH,
     made_up_ious,
     names_of,
     project_params,
     write_made_up_record,
     write_made_up_run,
 )
+from tests.stage_runs import read_params, write_params, write_workspace
 from tools.compare import __main__ as command
 from tools.compare.experiments import Experiment, conditions, named_revisions, unlike
 
@@ -50,9 +50,7 @@ def write_experiment(
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command where these experiments are HEAD's; returns its output on one line a paragraph."""
     monkeypatch.setenv("COLUMNS", "400")
-    (tmp_path / "params.yaml").write_text(PARAMS_PATH.read_text())
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")
+    write_workspace(tmp_path, read_params(ROOT / "params.yaml"))
     monkeypatch.chdir(tmp_path)
 
     def run(experiments: list[Experiment], *arguments: str, failed: dict[str, str] | None = None) -> str:
@@ -84,8 +82,9 @@ def test_recipes_are_compared_over_the_seeds_of_the_experiments(run: Any, tmp_pa
     assert "Each dot is one training" in page
     assert "Relative" in page
     assert "called as good" not in output
-    params = tmp_path / "params.yaml"
-    params.write_text(params.read_text().replace("{mean_iou: 0.03, ", "{"))
+    raw = read_params()
+    del raw["compare"]["matters"]["mean_iou"]
+    write_params(raw)
     assert "No recipe is called as good: params.yaml has no compare.matters.mean_iou." in run(experiments)
 
 

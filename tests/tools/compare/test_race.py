@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
@@ -27,8 +26,9 @@ from tests import ROOT
 from tests.documents import write_yaml
 from tests.launcher.small_checkout import CALLER, commit
 from tests.launcher.small_checkout import run as run_in
-from tests.made_up_runs import PARAMS_PATH, project_params
+from tests.made_up_runs import project_params
 from tests.reporting.test_compare import REPORT, run_of, scores_around
+from tests.stage_runs import read_params, write_workspace
 from tools.compare import __main__ as command
 from tools.compare.experiments import fetch, named_revisions
 from tools.compare.race import cost_words, racing_recipes, standing
@@ -128,16 +128,14 @@ def stage_of(kind: str, names: tuple[str, ...]) -> dict[str, Any]:
 def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace, log = tmp_path / "workspace", tmp_path / "trained"
     workspace.mkdir()
-    raw = YAML(typ="safe").load(PARAMS_PATH)
+    raw = read_params(ROOT / "params.yaml")
     raw = {**raw, "baselines": {"base-vlm": raw["baselines"]["base-vlm"]}, "builds": {}, "predictions": {}}
     raw["recipes"] = {name: raw["recipes"][name] for name in NAMES[1:]}
-    write_yaml(raw, workspace / "params.yaml")
+    write_workspace(workspace, raw)
     stages = {"evaluate": stage_of("evaluate", NAMES[1:]), "baseline": stage_of("baseline", NAMES[:1])}
     later = {"cmd": "false", "outs": ["data/provenance/later.json"]}  # as of a recipe that nobody has run
     write_yaml({"stages": {**stages, "later": later}}, workspace / "dvc.yaml")
     (workspace / "trainer.py").write_text(TRAINER.format(root=str(ROOT), log=str(log), names=NAMES), encoding="utf-8")
-    (workspace / "data").mkdir()
-    (workspace / "data/tiny").symlink_to(ROOT / "data/tiny")
     assert load_params(workspace / "params.yaml").recipes
     run = partial(run_in, workspace, PYTHONPATH=str(ROOT))
     run("git", "init", "-q")
