@@ -83,7 +83,7 @@ def workspace(tmp_path: Path) -> Workspace:
     """A pipeline that has not run yet."""
     kinds = dict.fromkeys(("check", "prepare", "evaluate", "compare"), STAGE)
     folder = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, **kinds)
-    copy_code(folder, "tools.run.__main__")
+    copy_code(folder, "tools.run")
     for name, text in {".dvc/config": "[core]\n    no_scm = true\n", "orders/none": "", "notes": ""}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)

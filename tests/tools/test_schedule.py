@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stages.core.params import load_params
 from stages.launcher.gpus import Gpu
 from tests import ROOT
-from tools.run.__main__ import SideBySide, Step, num_gpus
+from tools.run import SideBySide, Step, num_gpus
 
 
 def simulated(run: SideBySide, minutes: Callable[[str], float]) -> dict[str, tuple[float, float]]:
@@ -67,7 +67,7 @@ def test_gpus_are_those_of_the_machine_and_in_slurm_enough_for_all(monkeypatch: 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for num, expected in ((3, 3), (0, 1)):
         gpus = [Gpu(index=index, uuid=f"GPU-{index}", name="x") for index in range(num)]
-        monkeypatch.setattr("tools.run.__main__.read_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr("tools.run.read_gpus", lambda gpus=gpus: gpus)
         assert num_gpus(params, jobs=4) == expected
     assert num_gpus(params.on("tiny"), jobs=4) == 0
     monkeypatch.setenv("BAKEOFF_PLACE", "slurm")

@@ -248,4 +248,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(prog_name="python -m tools.run")
+    main()
