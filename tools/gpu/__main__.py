@@ -50,18 +50,14 @@ DECIDING = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bit
 TIMEOUT_S = 900
 RESULTS_DIR = Path(".bakeoff/gpu")
 
-_7B, _VLM_7B, _VLM_2B, _MOE, _TINY = (
-    {"profile": "qwen25-7b-80gb", "recipe": "amr-baseline"},
-    {"profile": "qwen2-vl-7b-48gb"},
-    {"profile": "qwen2-vl-2b-24gb", "recipe": "r1-llm-only"},
-    {"profile": "moe-80gb", "recipe": "moe-finetune"},
-    {"profile": "tiny", "micro_batch": 2, "max_length": 96, "attn": "auto"},
-)
-_LONG, _OPEN, _PLAIN = (
-    {"micro_batch": 2, "max_length": 4096},
-    {"gradient_checkpointing": False},
-    {"fused_kernels": False},
-)
+_7B = {"profile": "qwen25-7b-80gb", "recipe": "amr-baseline"}
+_VLM_7B = {"profile": "qwen2-vl-7b-48gb"}
+_VLM_2B = {"profile": "qwen2-vl-2b-24gb", "recipe": "r1-llm-only"}
+_MOE = {"profile": "moe-80gb", "recipe": "moe-finetune"}
+_TINY = {"profile": "tiny", "micro_batch": 2, "max_length": 96, "attn": "auto"}
+_LONG = {"micro_batch": 2, "max_length": 4096}
+_OPEN = {"gradient_checkpointing": False}
+_PLAIN = {"fused_kernels": False}
 SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "cuda": (
         *({**_7B, **_LONG}, {**_VLM_2B, **_OPEN, "micro_batch": 16}, _MOE),
@@ -83,7 +79,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
 `fill` trains it on a large card."""
 GENERATION: dict[str, tuple[tuple[dict[str, Any], int, int], ...]] = {
     "cuda": (
-        *(({**_VLM_2B, "max_length": 1344}, 16, 64), ({**_7B, "max_length": 256}, 16, 256)),
+        ({**_VLM_2B, "max_length": 1344}, 16, 64),
+        ({**_7B, "max_length": 256}, 16, 256),
         ({**_MOE, "max_length": 384}, 16, 128),
     ),
     "cpu": (({**_TINY, "recipe": "amr-baseline", "max_length": 16}, 2, 4),),
