@@ -60,6 +60,10 @@ Candidate: TypeAlias = tuple[tuple[str, ...], Score]
 @click.option("--race", type=click.FloatRange(min=0, min_open=True), help="Train until the best is known to this.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, help="Experiments of a race at once.")
 def main(task: str, experiments: tuple[str, ...], over: str | None, race: float | None, jobs: int) -> None:
+    if race and (experiments or over):
+        raise click.UsageError(
+            "a race runs experiments of its own: give --race without experiments (EXPERIMENTS=) and --over"
+        )
     params, console = load_params(), Console(highlight=False)
     refuse_unknown_metrics(params)
     report = task_report(load_task(task, "report"), params, task)

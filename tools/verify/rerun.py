@@ -14,15 +14,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
-from ruamel.yaml import YAML
 
 from stages.core.errors import UserError, listed, pluralize
 from stages.core.given_files import cache_dir
 from stages.core.params import load_params
 from stages.core.provenance import Provenance, read_provenance
-from stages.core.records import nearest
+from stages.core.records import nearest, publish_text, read_settings, yaml_text
 from stages.core.signals import handling
 from stages.kit.planning.memory_use import StageMemory
 from stages.launcher.pipeline import DeclaredStage, declared_stages, source_of
@@ -149,10 +149,8 @@ def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[P
         cache = cache_dir(workspace_dir.resolve()).parents[1]
         (folder / ".dvc/config").write_text(f"[cache]\n    dir = {cache}\n", encoding="utf-8")
         if params.tracking.to:  # a comparison does not belong among tracked runs
-            yaml = YAML()
-            raw = yaml.load(folder / "params.yaml")
-            raw["tracking"]["to"] = []
-            yaml.dump(raw, folder / "params.yaml")
+            path = folder / "params.yaml"
+            publish_text(yaml_text(read_settings(dict[str, Any], path, changes=["tracking.to=[]"])), path)
         yield folder
 
 

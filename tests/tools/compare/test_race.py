@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from stages.core.errors import UserError
@@ -83,6 +84,15 @@ def test_a_recipe_with_a_seed_of_its_own_cannot_race() -> None:
     recipes = {**params.recipes, "r4-joint": replace(params.recipe("r4-joint"), seed=1)}
     with pytest.raises(UserError, match=r"recipes\.r4-joint\.seed"):
         racing_recipes(replace(params, recipes=recipes), "detection")
+
+
+@pytest.mark.parametrize("more", [["exp-a"], ["--over", "recipes.*.lora.rank"]])
+def test_a_race_takes_no_experiments_and_no_setting(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = CliRunner().invoke(command.main, ["detection", "--race", "0.03", *more])
+    assert (ended.exit_code, "--race without" in " ".join(ended.output.split())) == (2, True), ended.output
 
 
 def test_a_queue_that_nothing_runs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
