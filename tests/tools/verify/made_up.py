@@ -6,9 +6,7 @@ python -m tests.tools.verify.made_up STAGE NAME      how its dvc.yaml calls it
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -49,13 +47,6 @@ stages:
 
 BASE = Path("data/bases/vlm")
 
-ENVIRONMENT = {
-    **os.environ,
-    "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
-    "PYTHONPATH": str(ROOT),
-    "DVC_NO_ANALYTICS": "1",
-}
-
 
 def make_workspace(workspace: Path) -> Path:
     """The whole pipeline, run by DVC."""
@@ -69,9 +60,9 @@ def make_workspace(workspace: Path) -> Path:
 
 def run(workspace: Path, command: str) -> None:
     """Run a shell command."""
-    shell = ["bash", "-c", command]
-    done = subprocess.run(shell, cwd=workspace, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    from tests.launcher.small_checkout import run as run_in  # each stage would import it too
+
+    run_in(workspace, "bash", "-c", command, PYTHONPATH=str(ROOT))
 
 
 def weights(seed: int) -> dict[str, np.ndarray]:

@@ -16,8 +16,9 @@ from click.testing import CliRunner, Result
 from stages.core.lineage import read_lineage, write_lineage
 from stages.kit.models.certificate import MergeCertificate
 from tests.damage import flip
+from tests.launcher.small_checkout import CALLER
 from tests.made_up_records import BUILD_CERTIFICATE
-from tests.tools.verify.made_up import ENVIRONMENT, make_workspace, run
+from tests.tools.verify.made_up import make_workspace, run
 from tools.verify.__main__ import main
 
 BASE = "data/bases/vlm"
@@ -36,7 +37,7 @@ def workspace(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """A moved copy to damage, in which nothing is linked."""
     copy = shutil.copytree(made, tmp_path / "moved workspace")
     monkeypatch.chdir(copy)
-    monkeypatch.setenv("PATH", ENVIRONMENT["PATH"])
+    monkeypatch.setenv("PATH", CALLER["PATH"])
     return Path(copy)
 
 
