@@ -116,17 +116,20 @@ def test_generation_takes_the_predicted_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digests", "twice", "resumed"), [("aaa", True, True), ("aab", True, False), ("aba", False, True)]
+    ("weights", "twice", "resumed"), [("aaa", True, True), ("aab", True, False), ("aba", False, True)]
 )
 def test_bytes_are_compared_after_a_second_training_and_after_a_kill(
-    digests: str, twice: bool, resumed: bool, monkeypatch: pytest.MonkeyPatch
+    weights: str, twice: bool, resumed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed: list[str] = []
+    killed, pending = list[str](), iter(weights)
 
     def run(stage: str, item: str, folder: Path, *, kill: bool = False) -> None:
         killed.extend([stage] * kill)
         run_dir = folder / "data/runs/r1-llm-only"
-        (run_dir / "training").mkdir(parents=True, exist_ok=True)
+        for path in (run_dir / "training", run_dir / "trained", folder / ".bakeoff"):
+            path.mkdir(parents=True, exist_ok=True)
+        if stage == "train" and not kill:
+            (run_dir / "trained/weights").write_text(next(pending))
         for name, fields in {
             "memory": {"prediction": {"allocated_bytes": 2**30}},
             "merge": {"logit_deviation": 0.0},
@@ -134,9 +137,7 @@ def test_bytes_are_compared_after_a_second_training_and_after_a_kill(
         }.items():
             (run_dir / f"{name}.json").write_text(json.dumps(fields))
 
-    pending = iter(digests)
     monkeypatch.setattr(measure, "_run", run)
-    monkeypatch.setattr(measure, "_trained", lambda *_: next(pending))
     found = measure.run_recipe("cpu", recipe="r1-llm-only", memory={})
     assert (found["same_bytes_twice"], found["same_bytes_after_a_kill"], found["error"]) == (twice, resumed, 0)
     assert killed == ["train"]

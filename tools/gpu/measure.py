@@ -35,7 +35,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 
 from stages.core.errors import UserError, configure_logging
-from stages.core.lineage import combined_digest, file_digest
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams
 from stages.core.records import publish_text, read_settings, yaml_text
@@ -60,6 +59,7 @@ from stages.launcher.gpus import driver_version
 from tools.gpu.bench import compare_speed
 from tools.gpu.page import AMOUNTS
 from tools.plan import available_inputs, config_of_base
+from tools.verify.rerun import unequal_files
 
 ACCUMULATION = 4
 """Micro-batches per step. Trainer holds all of them on the device at once, so it matters; recipes have 8 or 16."""
@@ -402,12 +402,15 @@ def run_recipe(device: str, *, recipe: str, memory: Mapping[str, Any]) -> dict[s
         base = wanted["base"].removeprefix("bases/")
         for stage, item in (("base", base), ("prepare", wanted["data"]), ("plan", recipe)):
             _run(stage, item, folder)
-        digests = [_trained(recipe, folder) for _ in range(2)]
+        run_dir, once, again = folder / "data/runs" / recipe, folder / "once", folder / "again"
+        for copy in (once, again):
+            _run("train", recipe, folder)
+            shutil.copytree(run_dir, copy)
+            shutil.rmtree(folder / ".bakeoff")  # the next training would resume from its checkpoints
         _run("train", recipe, folder, kill=True)
-        resumed = _trained(recipe, folder)
-        for stage in ("merge", "evaluate"):
+        for stage in ("train", "merge", "evaluate"):
             _run(stage, recipe, folder)
-        run_dir = folder / "data/runs" / recipe
+        same = [not unequal_files(once, other, ("trained", "training")) for other in (again, run_dir)]
         read = {name: json.loads((run_dir / f"{name}.json").read_text()) for name in ("memory", "merge")}
         training = json.loads((run_dir / "training/training.json").read_text())
     return {
@@ -416,19 +419,9 @@ def run_recipe(device: str, *, recipe: str, memory: Mapping[str, Any]) -> dict[s
         "error": read["memory"]["prediction"]["allocated_bytes"] / training["peak_memory_bytes"] - 1,
         "logit_deviation": read["merge"]["logit_deviation"],
         "all_s": round(time.monotonic() - began, 1),
-        "same_bytes_twice": digests[0] == digests[1],
-        "same_bytes_after_a_kill": digests[0] == resumed,
+        "same_bytes_twice": same[0],
+        "same_bytes_after_a_kill": same[1],
     }
-
-
-def _trained(recipe: str, folder: Path) -> str:
-    """Digest of the trained weights and of the trace, which has every step's loss and gradient bit for bit."""
-    _run("train", recipe, folder)
-    run_dir = folder / "data/runs" / recipe
-    files = [*sorted((run_dir / "trained").rglob("*.safetensors")), run_dir / "training/trace.csv"]
-    digest = combined_digest({str(path.relative_to(run_dir)): file_digest(path) for path in files})
-    shutil.rmtree(folder / ".bakeoff")  # the next training would resume from its checkpoints
-    return digest
 
 
 def _run(stage: str, item: str, folder: Path, *, kill: bool = False) -> None:
