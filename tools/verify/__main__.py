@@ -44,7 +44,7 @@ from stages.core.records import read_plain, rebuild
 from stages.kit.mixture.certificate import BuildCertificate
 from stages.kit.models.certificate import MergeCertificate
 from stages.launcher.pipeline import DeclaredStage, declared_stages
-from tools.verify.rerun import rerun
+from tools.verify.rerun import files_of, rerun
 
 DATA_DIR = Path("data")
 UNKNOWN_KEY = 3
@@ -83,11 +83,11 @@ class Findings:
         self._found[owner] = ([*problems, problem], command or fix)
 
     def output_of(self, path: Path | str) -> str | None:
-        return next((out for out in self.makers if _is_within(str(path), out)), None)
+        return next((out for out in self.makers if Path(path).is_relative_to(out)), None)
 
     def __contains__(self, path: Path | str) -> bool:
         """Whether there is a finding at a path, below it or around it."""
-        return any(_is_within(str(path), found) or _is_within(found, str(path)) for found in self._found)
+        return any(Path(path).is_relative_to(found) or Path(found).is_relative_to(path) for found in self._found)
 
     def lines(self) -> Iterator[str]:
         """A paragraph for each path, in the order in which they are to be fixed."""
@@ -150,7 +150,7 @@ def check_dvc(findings: Findings, lineages: Mapping[Path, Lineage]) -> tuple[int
         if (output := findings.output_of(path)) and output not in absent:
             found.setdefault(output, []).append((path.removeprefix(output).lstrip("/"), change))
     objects = list(cache_dir(Path.cwd()).glob("??/*"))
-    read = {_inode(file) for output in findings.makers if output not in found for file in _files(Path(output))}
+    read = {_inode(file) for output in findings.makers if output not in found for file in files_of(Path(output))}
     check_objects(findings, [path for path in objects if _inode(path) not in read])
     for output, files in found.items():
         stage = findings.makers[output]
@@ -343,10 +343,6 @@ def _named_key(key: Path | None, folder: Path) -> dict[str, str]:
         raise UserError(f"{key} is no public key in PEM: {error}") from None
 
 
-def _files(output: Path) -> Iterator[Path]:
-    return (path for path in (output, *output.rglob("*")) if path.is_file())
-
-
 def _inode(path: Path) -> tuple[int, int]:
     """The file behind a path: an output and its object in the cache are hard links of one."""
     status = path.stat()
@@ -361,10 +357,6 @@ def _one_line(text: str) -> str:
 def _data_files(pattern: str) -> list[Path]:
     """Files below data/, without those that a killed stage was writing."""
     return sorted(path for path in DATA_DIR.glob(pattern) if not any(part.startswith(".") for part in path.parts))
-
-
-def _is_within(path: str, folder: str) -> bool:
-    return f"{path}/".startswith(f"{folder}/")
 
 
 def _problem(error: UserError) -> str:

@@ -85,7 +85,8 @@ def unequal_files(ours: Path, theirs: Path, outputs: tuple[str, ...]) -> dict[st
     """The files of the outputs that differ between two workspaces by more than MEASURED, each with its first
     difference."""
     different = {}
-    for name in sorted({name for folder in (ours, theirs) for output in outputs for name in _files(folder, output)}):
+    places = [(folder, folder / output) for folder in (ours, theirs) for output in outputs]
+    for name in sorted({file.relative_to(folder).as_posix() for folder, place in places for file in files_of(place)}):
         one, other = ours / name, theirs / name
         if not (one.is_file() and other.is_file()):
             different[name] = f"is only in {ours if one.is_file() else theirs}"
@@ -105,10 +106,9 @@ def _first_difference(one: Path, other: Path) -> str:
     return "differs"
 
 
-def _files(workspace_dir: Path, output: str) -> list[str]:
-    place = workspace_dir / output
-    files = place.rglob("*") if place.is_dir() else [place]
-    return [file.relative_to(workspace_dir).as_posix() for file in files if file.is_file()]
+def files_of(output: Path) -> Iterator[Path]:
+    """The file, or the files of the folder."""
+    return (path for path in (output, *output.rglob("*")) if path.is_file())
 
 
 def unlike(before: Provenance | None, now: Provenance | None) -> list[str]:
