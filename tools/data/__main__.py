@@ -238,7 +238,6 @@ def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequ
         name=name, lines=lines, problems=[printable(problem) for problem in problems[:100]], images=images
     )
     path = PAGE_DIR / f"{name}.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
     publish_text(page, path)
     return path
 

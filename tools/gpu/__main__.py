@@ -161,7 +161,6 @@ class Results:
 
     def keep(self, key: str, result: Mapping[str, Any]) -> None:
         self.by_key[key] = {**result, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         publish_text(json.dumps(self.by_key, indent=1), self.path)
 
     def measure(self, wanted: Sequence[Measurement], kind: str, uuid: str, deadline: float) -> None:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import click
 
+from stages.core.records import publish_text
 from stages.tasks.moe.samples import Record
 from tools.tiny import knowledge, sentences
 from tools.tiny.sentences import WORDS
@@ -45,9 +46,7 @@ _PHRASINGS = (
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(out: Path) -> None:
     for name, text in files().items():
-        path = out / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        publish_text(text, out / name)
 
 
 def files() -> dict[str, str]:
