@@ -49,6 +49,7 @@ def test_settings_of_a_dataset_are_checked_by_its_task(tmp_path: Path, monkeypat
     datasets["nutrition-tables"]["reader"] = {"columns": {"ordr": "xywh"}, "max_image_pixels": 0}
     datasets["visempar"]["reader"] = {"group": "x"}
     datasets["conversations"]["reader"] = {"metrics": ["bleu"], "grup": "x"}
+    datasets["both"] = {"task": "chat", "source": "mix", "mix": {"conversations": None}}
     write_params(raw)
     refused = CliRunner().invoke(stages.check.main)
     assert refused.exit_code == 1
@@ -56,5 +57,6 @@ def test_settings_of_a_dataset_are_checked_by_its_task(tmp_path: Path, monkeypat
     assert f"{here}.nutrition-tables.reader.columns.ordr: unknown key (did you mean 'order'?)" in refused.output
     assert f"{here}.nutrition-tables.reader.max_image_pixels: input should be greater" in refused.output
     assert f"{here}.visempar.reader.group: unknown key" in refused.output
+    assert f"{here}.both.mix: datasets of the task chat cannot be mixed" in refused.output
     assert f"{here}.conversations.reader.metrics.0: input should be" in refused.output
     assert f"{here}.conversations.reader.grup: unknown key (did you mean 'group'?)" in refused.output

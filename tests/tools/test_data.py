@@ -108,23 +108,6 @@ def test_a_sample_is_shown_with_what_counts_in_the_loss(
     assert ("<|image_pad|> x " in shown) == (task == "detection")
 
 
-def test_settings_that_the_task_does_not_have_are_refused_by_their_path(workspace: Path) -> None:
-    params = read_params()
-    datasets = params["profiles"]["tiny"]["datasets"]
-    datasets["visempar"]["reader"] = {"group": "x"}
-    datasets["truthfulqa"]["splits"] = {"test": "public*"}
-    datasets["both"] = {"task": "chat", "source": "mix", "mix": {"conversations": None}}
-    write_params(params)
-    for dataset, problem in (
-        ("visempar", "reader.group: unknown key"),
-        ("truthfulqa", "splits.test: 'public*' matches no file of"),
-        ("both", "mix: datasets of the task chat cannot be mixed"),
-    ):
-        refused = run("--dataset", dataset)
-        assert refused.exit_code == 1
-        assert f"profiles.tiny.datasets.{dataset}.{problem}" in refused.output
-
-
 @pytest.mark.parametrize(
     ("recipe", "share", "answer"),
     [("moe-expert-qmsum", "10%", "The hat is made of coal."), ("moe-gate-labels", "100%", None)],
