@@ -19,8 +19,9 @@ from stages.core.params.schema import BuildParams, ExpertParams, Params
 from stages.kit.memory import predict as predictor
 from stages.kit.models.folders import GEOMETRIES_DIR
 from stages.kit.planning.plan import Plan
-from stages.kit.planning.prediction import PHASES, Prediction
+from stages.kit.planning.prediction import Prediction
 from tests import ROOT
+from tests.kit.memory.test_fit import predicted as prediction_of
 from tests.stage_runs import done, read_params, write_params, write_workspace
 from tools import plan as tool
 from tools.plan import available_data, available_inputs, root_base, same_source, trainable_recipes
@@ -55,25 +56,12 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """The predicted plans, in order: a GiB per sample of a micro-batch, a quarter of one per sample of a generation."""
     plans: list[Plan] = []
 
-    def of_size(size: int) -> Prediction:
-        return Prediction(
-            allocated_bytes=size,
-            reserved_bytes=size,
-            total_bytes=size,
-            low_bytes=size,
-            high_bytes=size,
-            peak_phase="forward",
-            phases=dict.fromkeys(PHASES, size),
-            budget={"weights": size},
-            calibration="assumed",
-        )
-
     def predict(plan: Plan, *_: Any, **__: Any) -> Prediction:
         plans.append(plan)
-        return of_size(plan.schedule.micro_batch * 2**30)
+        return prediction_of(plan.schedule.micro_batch)
 
     monkeypatch.setattr(predictor, "predict", predict)
-    monkeypatch.setattr(predictor, "predict_generation", lambda *_, batch_size, **__: of_size(batch_size * 2**28))
+    monkeypatch.setattr(predictor, "predict_generation", lambda *_, batch_size, **__: prediction_of(batch_size / 4))
     return plans
 
 
@@ -134,7 +122,7 @@ def test_it_ends_with_the_command_that_runs_the_cheapest_change_that_fits(
     assert "micro_batch 16 -> 4, grad_accumulation 1 -> 4: 4.00 GiB" in text
     auto = f"-S ++profiles.{GPU_PROFILE}.memory.fit=auto"
     assert command(text) == f"{start} -S {device}.memory_gb=8 {auto} evaluate@r1-llm-only"
-    text = answer(*on_gpu("r1-llm-only", "--gpu", "1"))
+    text = answer(*on_gpu("r1-llm-only", "--gpu", "0.5"))
     assert "micro_batch 16 -> 1, grad_accumulation 1 -> 16" in text
     assert command(text) is None
     card = answer(*on_gpu("r1-llm-only", "--gpu", "rtx 3090"))
@@ -156,13 +144,13 @@ def test_json_has_the_same_fields_and_the_batch_size_auto_is_what_fits(workspace
 
 
 def test_all_recipes_are_compared_and_no_plan_is_predicted_twice(workspace: Path, predicted: list[Plan]) -> None:
-    text = answer(*on_gpu("--all", "--gpu", "24GB,8 GB,1,RTX 3090"))
+    text = answer(*on_gpu("--all", "--gpu", "24GB,8 GB,0.5,RTX 3090"))
     asked = [repr(replace(plan, recipe="", device=replace(plan.device, memory_gb=None))) for plan in predicted]
     assert len(asked) == len(set(asked))
     assert all(recipe in text for recipe in trainable_recipes(load_params().on(GPU_PROFILE)))
     header, _, verdicts, sizes, changes, *_ = text.splitlines()
     assert header.split("  ")[0] == "Recipe"
-    assert [title in header for title in ("24 GB", "8 GB", "1 GB", "RTX 3090")] == [True] * 4
+    assert [title in header for title in ("24 GB", "8 GB", "0.5 GB", "RTX 3090")] == [True] * 4
     assert verdicts.split()[0] == "r1-llm-only"
     assert (verdicts.count("fits"), verdicts.count("does not fit")) == (3, 1)
     assert sizes.split() == ["16.00", "GiB", "4.00", "GiB", "1.00", "GiB", "16.00", "GiB"]
