@@ -149,8 +149,9 @@ def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[P
         cache = cache_dir(workspace_dir.resolve()).parents[1]
         (folder / ".dvc/config").write_text(f"[cache]\n    dir = {cache}\n", encoding="utf-8")
         if params.tracking.to:  # a comparison does not belong among tracked runs
-            path = folder / "params.yaml"
-            publish_text(yaml_text(read_settings(dict[str, Any], path, changes=["tracking.to=[]"])), path)
+            params_path = folder / "params.yaml"
+            raw = read_settings(dict[str, Any], params_path, changes=["tracking.to=[]"])
+            publish_text(yaml_text(raw), params_path)
         yield folder
 
 
