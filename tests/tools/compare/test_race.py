@@ -101,7 +101,9 @@ def test_a_queue_that_nothing_runs_is_not_waited_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(command, "has_workers", lambda: False)
     monkeypatch.setattr(command, "dvc", lambda *_: pytest.fail("DVC waits forever"))
     with pytest.raises(UserError, match=r"tight-pomp, cheap-prow\. .*: dvc queue kill tight-pomp;"):
-        command.hold_race(project_params(), REPORT, 0.03, jobs=1, console=Console(file=io.StringIO()))
+        command.hold_race(
+            project_params(), replace(REPORT, task="detection"), 0.03, jobs=1, console=Console(file=io.StringIO())
+        )
 
 
 TRAINER = """
