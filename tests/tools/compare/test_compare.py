@@ -105,7 +105,9 @@ def test_other_conditions_are_left_out_by_name_and_refused_if_named(run: Any, tm
 
 
 def test_a_metric_that_ranks_nothing_is_refused_with_the_nearest(run: Any) -> None:
-    Path("params.yaml").write_text(PARAMS_PATH.read_text().replace("{mean_iou: ", "{iou_over_50: 0.1, mean_iuo: "))
+    Path("params.yaml").write_text(
+        (ROOT / "params.yaml").read_text().replace("{mean_iou: ", "{iou_over_50: 0.1, mean_iuo: ")
+    )
     refused = run([])
     assert "compare.matters.mean_iuo: ranks the recipes of no task (did you mean 'mean_iou'?)" in refused
     assert "compare.matters.iou_over_50: ranks the recipes of no task\n" in refused
