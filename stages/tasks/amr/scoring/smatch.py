@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import coo_matrix
 
+from stages.kit.statistics import Floats
 from stages.tasks.amr.samples.graphs import Node, Reference
 
 NOT_INVERSE = frozenset({"prep-on-behalf-of", "prep-out-of", "consist-of"})
@@ -28,8 +29,6 @@ TIME_LIMIT_S = 60.0
 MAX_PAIRS = 500_000
 """Pairs of relations above which no program is written down, as that alone would take minutes and gigabytes. Graphs of
 ViSemPar have hundreds."""
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

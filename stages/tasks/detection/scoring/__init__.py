@@ -20,15 +20,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from stages.kit.statistics import figures
+from stages.kit.statistics import Floats, figures
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.samples.boxes import Box, Decoded, codec_of, decode_boxes
 from stages.tasks.detection.scoring.drawing import draw_prediction as draw_prediction
-
-Floats = NDArray[np.float64]
 
 PREDICTIONS = pa.schema(
     [
@@ -120,10 +117,9 @@ def score(
     ground truth in reading order, in which it is asked for.
     """
     assert len(records) == len(texts) > 0, f"{len(texts)} answers for {len(records)} records"
-    sizes_or_none = [None] * len(texts) if sizes is None else sizes
     answers = [
         decode_boxes(text, family=codec_of(record.answer, family), size=size)
-        for record, text, size in zip(records, texts, sizes_or_none, strict=True)
+        for record, text, size in zip(records, texts, sizes or [None] * len(texts), strict=True)
     ]
     rows: list[dict[str, Any]] = []
     matched: list[Floats] = []
