@@ -100,7 +100,7 @@ _CURVE_CAPTIONS = {
     "validation loss": "Loss while training, of samples that the model is not trained on.",
     "validation score": "Mean score of the answers to some of them.",
 }
-"""By the names of runs.CURVES."""
+"""Captions, by the names of runs.CURVES."""
 
 
 @dataclass(frozen=True, kw_only=True)
