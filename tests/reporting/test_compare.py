@@ -167,7 +167,7 @@ def test_a_recipe_with_one_seed_takes_no_part_among_several() -> None:
 
 
 def test_recipes_that_all_take_no_part_say_nothing_of_seeds() -> None:
-    """As with a seed of their own, on bases of other seeds."""
+    """They have a seed of their own, and bases of other seeds."""
     comparison = compared({"a": [0.5, 0.6], "base": [0.1]})
     out = [replace(each, left_out="x") if each.baseline else each for each in comparison.contenders]
     assert not any("seed" in line for line in design_words(replace(comparison, contenders=tuple(out), best=out[1])))

@@ -15,7 +15,7 @@ TASKS = sorted(path.parent.name for path in ROOT.glob("stages/tasks/*/report.py"
 
 
 def asked_of_a_model(task: str) -> Any:
-    """What makes the task's conversations; of detection, for a model that sees images in their own size."""
+    """The object with the task's `conversation`; in detection, for a model that sees images in their own size."""
     samples = load_task(task, "samples")
     return samples.ForModel("qwen2_vl", lambda *size: size) if hasattr(samples, "ForModel") else samples
 
