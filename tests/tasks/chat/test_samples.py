@@ -1,6 +1,5 @@
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +8,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.kit.data.prepared import to_row
 from stages.kit.models.prompts import count_tokens, encode, rendered, tokenizer_of
-from stages.tasks.chat.samples import IMAGES, SCHEMA, Message, Record, conversation, probes, read_split
+from stages.tasks.chat.samples import SCHEMA, Message, Record, conversation, probes, read_split
 from tests.tasks.chat.conversations import with_images
 from tests.tiny_families import TEMPLATES, VISION, processor_for, tokenizer_for
 
@@ -84,31 +83,13 @@ def test_a_text_model_takes_no_images() -> None:
             use(tokenizer_for("llama"))
 
 
-TURNS = (Message("user", "abc"), Message("assistant", "d"))
-RECORDS = [with_images(TURNS, positions, number) for number, positions in enumerate(([(0, 0), (0, 2)], [], [(0, 1)]))]
-COLUMNS = SCHEMA.append(IMAGES)
-
-
-def written(folder: Path, rows: list[dict[str, Any]], schema: pa.Schema = COLUMNS) -> Path:
-    """tests/tasks/test_prepared.py has splits without images."""
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / "val.parquet")
-    return folder
-
-
-def rows() -> list[dict[str, Any]]:
-    return [to_row(each, COLUMNS) for each in RECORDS]
-
-
-def test_a_split_with_images_is_read_as_written(tmp_path: Path) -> None:
-    found = read_split(written(tmp_path, rows()), "val")
-    assert found == RECORDS
-    assert [each.content() for each in found] == [each.content() for each in RECORDS]
-    assert all(each.open_image().size == (40, 30) for record in found for each in record.shown_images)
-
-
 def test_the_column_of_images_may_be_missing_but_not_another_one(tmp_path: Path) -> None:
-    row = to_row(RECORDS[1], SCHEMA)
-    assert read_split(written(tmp_path, [row], SCHEMA), "val") == RECORDS[1:2]
+    """tests/tasks/chat/test_sources.py reads splits with images."""
+    record, path = dialogue("Be brief.", "abc", "d"), tmp_path / "val.parquet"
+    row = to_row(record, SCHEMA)
+    pq.write_table(pa.Table.from_pylist([row], schema=SCHEMA), path)
+    assert read_split(tmp_path, "val") == [record]
     other = SCHEMA.append(pa.field("images", pa.list_(pa.binary())))
+    pq.write_table(pa.Table.from_pylist([{**row, "images": []}], schema=other), path)
     with pytest.raises(UserError, match=r"it has images \(list<element: binary>\)"):
-        read_split(written(tmp_path, [{**row, "images": []}], other), "val")
+        read_split(tmp_path, "val")
