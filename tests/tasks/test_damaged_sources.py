@@ -216,7 +216,7 @@ LONG_NAME = "<annotation><object><name>" + "x" * 3_000_000 + "</name></object></
     [
         *((name, "train.jsonl", content) for name in ("qmsum", "chat") for content in (DEEP, "9" * 10**6)),
         ("coco", "annotations/instances_train2017.json", DEEP),
-        ("voc", "Annotations/a.xml", "<annotation>" + "<a>" * 300_000 + "</a>" * 300_000 + "</annotation>"),
+        ("voc", "Annotations/a.xml", "<annotation>" + "<a>" * 300_000 + "</a>" * 300_000),
         ("voc", "Annotations/a.xml", LONG_NAME),
         ("yolo", "train/labels/a.txt", "0 0.5 0.5 0.1 0.1 " * 200_000),
         ("yolo", "data.yaml", "names: " + "[" * 100_000),
