@@ -32,7 +32,7 @@ from stages.core.tasks import load_task, require_answer_format
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.answer import load_answerer
-from stages.kit.evaluation.score import failures, read_answers, score_answers, write_examples
+from stages.kit.evaluation.score import failures, read_answers, score_answers, summary, write_examples
 from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
 from stages.kit.models.certificate import certified_model
 from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory
@@ -74,7 +74,7 @@ def main(name: str, attempt: int) -> None:
     if evaluation.certificate:
         evaluation.certificate.write(card_dir / CERTIFICATE_FILE)
     evaluation.memory.write("evaluate", name, task=task.name)
-    log.info("%s: %s", name, scoring.summary(metrics))
+    log.info("%s: %s", name, summary(metrics, scoring))
     track_evaluation(params.tracking, name, metrics, run_dir / "examples", model=evaluation.lineage)
 
 

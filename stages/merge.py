@@ -30,7 +30,7 @@ from stages.core.params.schema import made_by
 from stages.core.records import published, rebuild
 from stages.core.tasks import load_task
 from stages.kit.evaluation.answer import Answerer, batch_size_for
-from stages.kit.evaluation.score import score_answers
+from stages.kit.evaluation.score import score_answers, summary
 from stages.kit.models.load import gpus_in_use, load_model, see_only
 from stages.kit.models.merge import merge_certified, quantization_cost
 from stages.kit.models.prompts import load_processor, takes
@@ -107,8 +107,8 @@ def main(recipe: str, attempt: int) -> None:
             base = load(base_dir, quantization)
             cost = quantization_cost(base, trained_dir, processor, probes, ours, answer=answer, batch_size=batch_size)
             certificate = replace(certificate, quantization_cost=cost)
-            log.info("trained on %s weights: %s", quantization, scoring.summary(cost.trained))
-            log.info("merged into unquantized ones: %s; %s", scoring.summary(cost.merged), cost)
+            log.info("trained on %s weights: %s", quantization, summary(cost.trained, scoring))
+            log.info("merged into unquantized ones: %s; %s", summary(cost.merged, scoring), cost)
     certificate.write(run_dir / "merge.json")
     memory.write("merge", recipe, task=plan.task)
     log.info("merged %s, content %s: %s", recipe, short(certificate.merged_digest), certificate)

@@ -172,6 +172,14 @@ def _words(text: str) -> str:
     return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFC", text).casefold())
 
 
+def summary(metrics: Mapping[str, Any], scoring: ModuleType) -> str:
+    """The figures that the task's SUMMARY names, as far as there are any, in a line."""
+    found = {key.replace("_", " "): metrics[key] for key in scoring.SUMMARY if key in metrics}
+    return ", ".join(
+        f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()
+    )
+
+
 def failures(rows: Sequence[Mapping[str, Any]], scoring: ModuleType) -> dict[str, list[int]]:
     """Indices of the rows by their kind of failure, a name with underscores. Empty for a task without `failure`."""
     found: dict[str, list[int]] = defaultdict(list)

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from stages.kit.data.parquet import read_rows, write_rows
 from stages.kit.data.texts import TextMetric
 from stages.kit.evaluation.likelihood import AnswerLikelihood
+from stages.kit.evaluation.score import summary
+from stages.tasks.chat import scoring
 from stages.tasks.chat.samples import field_accuracy, json_fields
-from stages.tasks.chat.scoring import PREDICTIONS, candidates, draw_prediction, ordered_by, score, summary
+from stages.tasks.chat.scoring import PREDICTIONS, candidates, draw_prediction, ordered_by, score
 from tests.damage import VALUES, damaged_text, quick
 from tests.tasks.chat.conversations import record
 
@@ -84,7 +86,7 @@ def test_figures_are_means_of_the_rows_with_intervals(tmp_path: Path) -> None:
     assert found["exact_low"] <= 0.5 <= found["exact_high"]
     assert not {"chrf", "token_f1", "rouge_l"} & set(found)
     assert [row["token_probability"] for row in rows] == pytest.approx([math.exp(-0.5), math.exp(-1.25)])
-    assert "exact 0.500" in summary(found)
+    assert summary(found, scoring) == "perplexity 2.718, exact 0.500, field accuracy 0.500, json valid 0.500, samples 2"
     write_rows(rows, tmp_path / "predictions.parquet", PREDICTIONS)
     assert [row["chrf"] for row in read_rows(tmp_path / "predictions.parquet")] == [None, None]
     assert [ordered_by(each) for each in records] == ["field_accuracy"] * 2

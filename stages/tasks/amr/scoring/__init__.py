@@ -43,6 +43,9 @@ PREDICTIONS = pa.schema(
 )
 """Columns of predictions.parquet. Counts are of triples; those of the restored graph are null except for `mtup`."""
 
+SUMMARY = ("smatch_f1", "smatch_precision", "smatch_recall", "invalid", "unproven", "samples")
+"""Figures of metrics.json that the log shows."""
+
 _MAX_LINES = 60
 """Lines of one graph in an example."""
 
@@ -96,15 +99,6 @@ def score(
         "unproven": sum(not row["proven"] for row in rows),
     }
     return metrics, rows
-
-
-def summary(metrics: Mapping[str, Any]) -> str:
-    """The main figures in a line."""
-    unproven = f", {metrics['unproven']} not proven" if metrics["unproven"] else ""
-    return (
-        f"Smatch F1 {metrics['smatch_f1']:.3f} (precision {metrics['smatch_precision']:.3f}, recall "
-        f"{metrics['smatch_recall']:.3f}), {metrics['invalid']} of {metrics['samples']} answers are no graph{unproven}"
-    )
 
 
 def _corpus_f1(rows: Sequence[Mapping[str, Any]], matched: str, predicted: str) -> float:

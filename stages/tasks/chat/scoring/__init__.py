@@ -51,6 +51,9 @@ PREDICTIONS = pa.schema(
 conversation's reference answers, `tokens` their number with the ends of turns, and `token_probability` the geometric
 mean of these tokens' probabilities."""
 
+SUMMARY = ("perplexity", *(name for names in COLUMNS.values() for name in names), "samples")
+"""Figures of metrics.json that the log shows."""
+
 _MAX_IMAGES = 4
 """Images of a conversation that an example shows."""
 
@@ -103,12 +106,6 @@ def score(
             for name in COLUMNS[metric]:
                 metrics |= figures(name, columns(name))
     return metrics | {"empty_rate": sum(not text.strip() for text in answers) / len(answers)}, rows
-
-
-def summary(metrics: Mapping[str, Any]) -> str:
-    """The figures in a line."""
-    names = ("perplexity", *(name for names in COLUMNS.values() for name in names))
-    return ", ".join(f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in names if name in metrics)
 
 
 def _normalized(text: str) -> str:

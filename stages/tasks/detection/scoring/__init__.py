@@ -42,18 +42,13 @@ PREDICTIONS = pa.schema(
 )
 """Columns of predictions.parquet: they have their types even if no answer holds a box."""
 
+SUMMARY = ("mean_iou", "detection_rate", "iou_over_50", "iou_over_70", "samples")
+"""Figures of metrics.json that the log shows."""
+
 SCORE_POLICY = "answer-order"
 """Generated text carries no confidence, and COCO mAP needs one. Under this policy the box at position k of an answer
 (from 0) scores 1 / (1 + k): all first boxes rank before all second ones, and equals stay in the order of the data. The
 figure compares answers given under the same policy; it does not compare with a detector's that has real scores."""
-
-
-def summary(metrics: Mapping[str, Any]) -> str:
-    """The original experiment's figures in a line."""
-    return (
-        f"mean IoU {metrics['mean_iou']:.3f}, detection rate {metrics['detection_rate']:.0%}, "
-        f"IoU>0.5 {metrics['iou_over_50']:.0%}, IoU>0.7 {metrics['iou_over_70']:.0%} of {metrics['samples']} samples"
-    )
 
 
 def pairwise_iou(boxes: Sequence[Box] | Floats, others: Sequence[Box] | Floats) -> Floats:

@@ -57,6 +57,9 @@ the negative log-likelihood of the best answer, and of `tokens`, of that answer 
 perplexity. `token_probability` is the geometric mean of the probabilities of those tokens. The routing of the best
 answer and its question is null for a dense model, and BLEURT is null if it is unavailable."""
 
+SUMMARY = ("perplexity", *(f"perplexity_{domain}" for domain in DOMAINS), "mc1", "rougeL", "samples")
+"""Figures of metrics.json that the log shows."""
+
 BLEURT_DIR = Path("data/metrics/bleurt")
 """A BLEURT checkpoint as a transformers folder: a BERT that classifies pairs of texts, with a single output."""
 
@@ -118,16 +121,6 @@ def score(
     if bleurt is None:
         metrics["bleurt_difference"] = UNAVAILABLE
     return metrics | (_routing_metrics(rows) if routing else {}), rows
-
-
-def summary(metrics: Mapping[str, Any]) -> str:
-    """The main figures in a line."""
-    shown = [f"perplexity {metrics['perplexity']:.2f}"]
-    shown += [
-        f"{domain} {metrics[f'perplexity_{domain}']:.2f}" for domain in DOMAINS if f"perplexity_{domain}" in metrics
-    ]
-    shown += [f"{name} {metrics[key]:.3f}" for key, name in (("mc1", "MC1"), ("rougeL", "ROUGE-L")) if key in metrics]
-    return ", ".join(shown)
 
 
 def _row(
