@@ -225,11 +225,13 @@ def compare(report: TaskReport, contenders: Sequence[Contender], *, matters: flo
         them has several runs, recipes are compared, and those with a single training take no part.
     matters: the smallest difference that matters, in the unit of the primary metric; None if no recipe is called as
         good as another.
+    Raises UserError if none can take part.
     """
     over_seeds = any(len(contender.runs) > 1 for contender in contenders)
     contenders = [replace(each, left_out=_why_left_out(each, over_seeds=over_seeds)) for each in contenders]
     compared = [contender for contender in contenders if not contender.left_out]
-    assert compared, "nothing to compare"
+    if not compared:
+        raise UserError(f"nothing can be compared: {'; '.join(each.left_out for each in contenders)}")
     sign = 1 if report.primary.higher_is_better else -1
     best, *rivals = sorted(compared, key=lambda contender: sign * contender.score.mean, reverse=True)
     by_name = {contender.name: contender for contender in contenders}

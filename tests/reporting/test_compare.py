@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,13 @@ def test_a_recipe_with_one_seed_takes_no_part_among_several() -> None:
     comparison = compared({"a": [0.9], "b": [0.6, 0.61], "base": [0.1]})
     assert comparison.best.name == "b"
     assert comparison.insights[0].words == "not answered, a was trained under one seed only"
+
+
+def test_trainings_under_one_seed_alone_cannot_be_compared() -> None:
+    plan: Any = SimpleNamespace(seed=42)
+    runs = [replace(run_of("a", scores_around(mean, 1)), plan=plan) for mean in (0.5, 0.6)]
+    with pytest.raises(UserError, match="nothing can be compared: a was trained under one seed only"):
+        compare(REPORT, [score_contender(REPORT, "a", runs, baseline="base")])
 
 
 def test_recipes_that_all_take_no_part_say_nothing_of_seeds() -> None:

@@ -110,10 +110,7 @@ def parse_record(sample_id: str, sentence: str, graph: str, *, file: str, line: 
 
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:
-    """The records of a prepared split, in their order.
-
-    Raises UserError if prepare has not run, or its output is damaged.
-    """
+    """The records of a prepared split, in their order. Raises UserError if it is not prepared, or damaged."""
     return read_prepared(prepared_dir, split, SCHEMA, lambda row: Record(**row))
 
 

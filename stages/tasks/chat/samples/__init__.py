@@ -140,10 +140,7 @@ def image_problems(messages: Sequence[Message], positions: Sequence[tuple[int, i
 
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:
-    """The records of a prepared split, in their order.
-
-    Raises UserError if prepare has not run, or its output is damaged.
-    """
+    """The records of a prepared split, in their order. Raises UserError if it is not prepared, or damaged."""
     return read_prepared(prepared_dir, split, SCHEMA, _from_row, may_have=IMAGES)
 
 

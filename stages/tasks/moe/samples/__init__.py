@@ -119,10 +119,7 @@ def domain(record: Record) -> Domain:
 
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:
-    """The records of a prepared split, in their order.
-
-    Raises UserError if prepare has not run, or its output is damaged.
-    """
+    """The records of a prepared split, in their order. Raises UserError if it is not prepared, or damaged."""
     return read_prepared(prepared_dir, split, SCHEMA, _from_row, may_lack=("context",))
 
 
