@@ -112,9 +112,10 @@ def score(
     ground truth in reading order, in which it is asked for.
     """
     assert len(records) == len(texts) > 0, f"{len(texts)} answers for {len(records)} records"
+    sizes_or_none = [None] * len(texts) if sizes is None else sizes
     answers = [
         decode_boxes(text, family=codec_of(record.answer, family), size=size)
-        for record, text, size in zip(records, texts, sizes or [None] * len(texts), strict=True)
+        for record, text, size in zip(records, texts, sizes_or_none, strict=True)
     ]
     rows: list[dict[str, Any]] = []
     matched: list[Floats] = []
