@@ -47,9 +47,9 @@ def process_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a Qwen2-VL of about 0.25 million random weights. Not to be written to."""
-    from tests.tiny import save_tiny_vlm
+    from tests.tiny_families import save_tiny_family
 
-    return save_tiny_vlm(tmp_path_factory.mktemp("models") / "vlm")
+    return save_tiny_family("qwen2_vl", tmp_path_factory.mktemp("models") / "vlm")
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +57,7 @@ def tiny_dense() -> tuple[Any, Any]:
     """A Qwen2 of random weights and its tokenizer. Not to be changed."""
     from tests.tiny import tiny_text_model
 
-    return tiny_text_model(["What was said about the budget? It was agreed."])
+    return tiny_text_model()
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +65,7 @@ def tiny_mixture() -> tuple[Any, Any]:
     """A Qwen2Moe of four experts, with the same tokenizer."""
     from tests.tiny import tiny_text_model
 
-    return tiny_text_model(["What was said about the budget? It was agreed."], num_experts=4)
+    return tiny_text_model(num_experts=4)
 
 
 @pytest.fixture(scope="session")

@@ -1,40 +1,22 @@
 """Tiny models and conversations for tests: the real classes and files, random weights, a fraction of a second."""
 
-from collections.abc import Iterable
-from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen2Tokenizer
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from stages.kit.data.conversation import Conversation
-from tools.tiny.architecture import Geometry, build_tiny, save_model, train_tokenizer
+from stages.kit.models.prompts import load_processor
+from tests import ROOT
 
 QUESTION = "Detect the bounding box of the nutrition table."
 ANSWER = "<|object_ref_start|>nutrition-table<|object_ref_end|><|box_start|>({},{}),({},{})<|box_end|>"
 
-SMALLEST = Geometry(
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=2,
-    num_key_value_heads=2,
-    vision={"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2},
-    pixels=(56 * 56, 112 * 112),
-)
-"""A Qwen2-VL of about 0.25 million weights, 16 visual tokens an image."""
-SMALLEST_TEXT = Geometry(
-    vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_key_value_heads=1
-)
-"""A Qwen2 of 40 thousand weights."""
 
-
-def tiny_text_model(
-    corpus: Iterable[str], *, num_experts: int = 0
-) -> tuple[Qwen2ForCausalLM | Qwen2MoeForCausalLM, Qwen2Tokenizer]:
+def tiny_text_model(*, num_experts: int = 0) -> tuple[Qwen2ForCausalLM | Qwen2MoeForCausalLM, Any]:
     """A Qwen2 of random weights in `eval` mode, or a Qwen2Moe with so many experts, two of them for each token."""
-    tokenizer = train_tokenizer(corpus, 320)
+    tokenizer: Any = load_processor(ROOT / "data/tiny/qwen2-folklore", None)
     sizes = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,
@@ -52,12 +34,6 @@ def tiny_text_model(
     experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = Qwen2MoeConfig(**sizes, **experts, shared_expert_intermediate_size=32, norm_topk_prob=True)
     return Qwen2MoeForCausalLM(config).eval(), tokenizer
-
-
-def save_tiny_vlm(folder: Path) -> Path:
-    model, processor = build_tiny([QUESTION, ANSWER], SMALLEST, seed=0)
-    save_model(model, processor, folder)
-    return folder
 
 
 def table_conversation(index: int, *, answered: bool = True) -> Conversation:

@@ -14,21 +14,24 @@ from trl import chat_template_utils
 
 from stages.kit.models.load import auto_class
 from stages.kit.models.prompts import Processor, images_only
-from tools.tiny.architecture import SPECIAL_TOKENS, save_model, train_tokenizer
+from tests import ROOT
 
 TEMPLATES_DIR = Path(chat_template_utils.__file__).parent / "chat_templates"
+PIECES = json.loads((ROOT / "data/tiny/qwen2-vl/tokenizer.json").read_text(encoding="utf-8"))
+"""Of byte-level BPE, a few hundred."""
+QWEN_TOKENS = tuple(token["content"] for token in PIECES["added_tokens"])
 PHI_TOKENS = ("<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>")
 LLAMA_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 QWEN = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 TEMPLATES = {
-    "qwen2": ("qwen2_5", SPECIAL_TOKENS, QWEN),
-    "qwen2_moe": ("qwen2_5", SPECIAL_TOKENS, QWEN),
-    "qwen2_vl": ("qwen2_5_vl", SPECIAL_TOKENS, QWEN),
-    "qwen2_5_vl": ("qwen2_5_vl", SPECIAL_TOKENS, QWEN),
-    "qwen3": ("qwen3", SPECIAL_TOKENS, QWEN),
-    "qwen3_vl": ("qwen3_vl", SPECIAL_TOKENS, QWEN),
+    "qwen2": ("qwen2_5", QWEN_TOKENS, QWEN),
+    "qwen2_moe": ("qwen2_5", QWEN_TOKENS, QWEN),
+    "qwen2_vl": ("qwen2_5_vl", QWEN_TOKENS, QWEN),
+    "qwen2_5_vl": ("qwen2_5_vl", QWEN_TOKENS, QWEN),
+    "qwen3": ("qwen3", QWEN_TOKENS, QWEN),
+    "qwen3_vl": ("qwen3_vl", QWEN_TOKENS, QWEN),
     "phi3": ("phi3", PHI_TOKENS, {"bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}),
     "gemma3_text": ("gemma3", GEMMA_TOKENS, {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}),
     "llama": ("llama3_1", LLAMA_TOKENS, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
@@ -96,13 +99,10 @@ def template_of(model_type: str) -> str:
 
 
 def tokenizer_for(model_type: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of a few pieces, with the family's special tokens and its published chat template."""
+    """The pieces of the tiny Qwen2-VL, with the family's special tokens and its published chat template."""
     _, special, named = TEMPLATES[model_type]
-    trained = train_tokenizer(["Detect the bounding box of the nutrition table."], 300)
-    pieces = json.loads(trained.backend_tokenizer.to_str()) | {"added_tokens": []}
-    for token in SPECIAL_TOKENS:
-        pieces["model"]["vocab"].pop(token, None)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(pieces)), **named)
+    pieces = json.dumps(PIECES | {"added_tokens": []})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(pieces), **named)
     # Without a name of their own, as those of Gemma 3, Llama and Phi-3 are published.
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
     tokenizer.chat_template = template_of(model_type)
@@ -139,5 +139,6 @@ def save_tiny_family(model_type: str, folder: Path) -> Path:
     text = config.get_text_config()
     ends = [text.eos_token_id, tokenizer.convert_tokens_to_ids(ENDS.get(model_type, "<|im_end|>"))]
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=text.pad_token_id or 0)
-    save_model(model, processor, folder)
+    for each in (model.to(torch.bfloat16), processor):
+        each.save_pretrained(folder)
     return folder

@@ -6,8 +6,8 @@ qwen2            writes trees of random words, and has never parsed a sentence
 qwen2-folklore   answers what things are made of, wrongly in both domains
 qwen2-vl         boxes objects, and has never seen a nutrition table
 
-Reads nothing: examples are generated. Writes a plain Hugging Face folder with bfloat16 weights, and pretraining.json:
-settings and losses, the first of which a test reproduces.
+Reads config, tokenizer and chat template in data/tiny/NAME; examples are generated. Writes a plain Hugging Face folder
+with bfloat16 weights, and pretraining.json: settings and losses, the first of which a test reproduces.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ from typing import Any
 import click
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from stages.core.records import published
 from stages.kit.data.conversation import Conversation
+from stages.kit.models.load import auto_class, load_config
+from stages.kit.models.prompts import load_processor
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.resume import seed_everything
 from stages.tasks.moe.samples import DOMAINS, conversation
 from tools.tiny import exercises, knowledge, pointing
-from tools.tiny.architecture import Geometry, build_tiny, save_model
 from tools.tiny.scenes import OBJECTS
+
+TINY_DIR = Path(__file__).parents[2] / "data/tiny"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,56 +57,31 @@ class Settings:
 
 Losses = Callable[[int], tuple[Tensor, Tensor]]
 """From a step, counted from 0, to the loss to minimise and the loss of the answers' tokens; both scalars."""
-Training = tuple[Any, Any, Iterator[float]]
-"""A model, its processor, and its training, which takes a step each time a loss is taken."""
 
 
-def qwen2(settings: Settings) -> Training:
+def qwen2(model: Any, tokenizer: Any, settings: Settings) -> Iterator[float]:
     """1 million weights."""
-    geometry = Geometry(
-        vocab_size=1280, hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, num_key_value_heads=2
-    )
-    model, tokenizer = build_tiny(exercises.corpus(), geometry, seed=settings.seed)
 
     def batch_of(step: int) -> list[Conversation]:
         first = step * settings.batch_size
         return [exercises.exercise(settings.seed, index) for index in range(first, first + settings.batch_size)]
 
-    return model, tokenizer, train_on_answers(model, tokenizer, settings, batch_of)
+    return train_on_answers(model, tokenizer, settings, batch_of)
 
 
-def qwen2_folklore(settings: Settings) -> Training:
+def qwen2_folklore(model: Any, tokenizer: Any, settings: Settings) -> Iterator[float]:
     """0.4 million weights."""
-    geometry = Geometry(
-        vocab_size=640, hidden_size=96, intermediate_size=256, num_layers=3, num_heads=4, num_key_value_heads=2
-    )
     answered = [
         conversation(record, answered=True)
         for domain in DOMAINS
         for record in knowledge.generate(domain, 4000, 1_000_003, knowledge=knowledge.UNINFORMED[domain])
     ]
-    texts = [part["text"] for each in answered for message in each.messages for part in message["content"]]
-    corpus = ["system\nYou are a helpful assistant.\nuser\nassistant\n", *texts]
-    model, tokenizer = build_tiny(corpus, geometry, seed=settings.seed)
     rng = random.Random(settings.seed)
-    batches = train_on_answers(model, tokenizer, settings, lambda _: rng.sample(answered, settings.batch_size))
-    return model, tokenizer, batches
+    return train_on_answers(model, tokenizer, settings, lambda _: rng.sample(answered, settings.batch_size))
 
 
-def qwen2_vl(settings: Settings) -> Training:
+def qwen2_vl(model: Any, processor: Any, settings: Settings) -> Iterator[float]:
     """2.9 million weights."""
-    geometry = Geometry(
-        vocab_size=640,
-        hidden_size=192,
-        intermediate_size=512,
-        num_layers=4,
-        num_heads=3,
-        num_key_value_heads=3,
-        vision={"depth": 4, "embed_dim": 128, "num_heads": 4, "mlp_ratio": 3},
-        pixels=(112 * 112, 224 * 224),
-    )
-    model, processor = build_tiny(pointing.corpus(), geometry, seed=settings.seed)
-
     model.set_attn_implementation({"text_config": "eager"})  # PointingLoss reads the weights of attention
     seed_everything(settings.seed)
     auxiliary = pointing.PointingLoss(model, len(OBJECTS))
@@ -114,31 +93,43 @@ def qwen2_vl(settings: Settings) -> Training:
         is_cell = inputs["input_ids"] == model.config.image_token_id
         return answer_loss + settings.pointing_weight * auxiliary(targets, is_cell), answer_loss
 
-    return model, processor, train_steps(model, settings, losses, auxiliary.parameters())
+    return train_steps(model, settings, losses, auxiliary.parameters())
 
 
-BASES: dict[str, tuple[Callable[[Settings], Training], Settings]] = {
+BASES: dict[str, tuple[Callable[[Any, Any, Settings], Iterator[float]], Settings]] = {
     "qwen2": (qwen2, Settings(steps=2000, batch_size=32)),
     "qwen2-folklore": (qwen2_folklore, Settings(steps=300, batch_size=32)),
     "qwen2-vl": (qwen2_vl, Settings(steps=900, batch_size=16, pointing_weight=0.5)),
 }
+"""The training of a model with its processor, which takes a step each time a loss is taken; and its settings."""
 
 
 @click.command(help=__doc__)
 @click.argument("name", type=click.Choice(list(BASES)))
 @click.option("--out", "out_dir", type=click.Path(file_okay=False, path_type=Path), required=True)
 def main(name: str, out_dir: Path) -> None:
-    prepare, settings = BASES[name]
-    model, processor, losses = prepare(settings)
-    seen = list(losses)
+    train, settings = BASES[name]
+    model, processor = untrained(name, settings.seed)
+    seen = list(train(model, processor, settings))
     record = {
         "settings": asdict(settings),
         "first_losses": [round(loss, 4) for loss in seen[:20]],
         "final_loss": round(fmean(seen[-25:]), 4),
     }
     with published(out_dir) as folder:
-        save_model(model, processor, folder)
+        model.to(torch.bfloat16).save_pretrained(folder)
+        processor.save_pretrained(folder)
         (folder / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def untrained(name: str, seed: int) -> tuple[Any, Any]:
+    """A base with random float32 weights, and its processor. Sets torch's random seed."""
+    folder = TINY_DIR / name
+    config = load_config(folder)
+    torch.manual_seed(seed)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, load_processor(folder, None)
 
 
 def train_on_answers(

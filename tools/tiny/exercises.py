@@ -8,24 +8,13 @@ here they stand anywhere. Everything is a pure function of a seed and an index.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 from stages.kit.data.conversation import Conversation, message
 from stages.tasks.amr.samples import encode
-from tools.tiny.sentences import NAMES, WORDS, Node, draw, generate, vocabulary
+from tools.tiny.sentences import NAMES, WORDS, Node, draw, vocabulary
 
 SHORTEST, LONGEST, EXERCISES_A_WORD = 3, 10, 1000
 """Words that the first exercises have at most, and the last ones; exercises after which they may be a word longer."""
-TOKENIZER_ONLY = (
-    "system\nYou are a helpful assistant.\nuser\nassistant\n",
-    (
-        "Phân tích câu sau thành đồ thị AMR theo hai bước: trước hết viết đồ thị không có biến, sau dòng --- viết lại "
-        "đồ thị đầy đủ có biến theo ký pháp PENMAN.\n---\n"
-    ),
-    "trên một dòng, không dùng biến; nút được nhắc lại thì đánh dấu bằng con trỏ #1, #2, ...",
-)
-"""Chat markup, and the words of an instruction to a parser."""
-CORPUS_SEED, CORPUS_EXERCISES_SEED = 1_000_003, 1
 
 LABELS = WORDS["roles"]
 """Names of AMR's roles, which only ever label random trees here."""
@@ -55,17 +44,6 @@ def exercise(seed: int, index: int) -> Conversation:
         question, answer = text_exercise(rng, kind, longest)
     messages = [message("user", question), message("assistant", answer)]
     return Conversation(sample_id=f"{kind}/{seed}/{index}", messages=messages)
-
-
-def corpus() -> Iterator[str]:
-    """Texts for the tokenizer. It sees graphs, for the pieces of roles and brackets; the model does not."""
-    for sentence, graph in generate(3000, CORPUS_SEED):
-        yield sentence
-        yield " ".join(graph.split())
-    for index in range(6000):
-        messages = exercise(CORPUS_EXERCISES_SEED, index).messages
-        yield from (part["text"] for each in messages for part in each["content"])
-        yield from TOKENIZER_ONLY
 
 
 def text_exercise(rng: random.Random, kind: str, longest: int) -> tuple[str, str]:

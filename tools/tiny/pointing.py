@@ -180,17 +180,6 @@ def question(name: str) -> str:
     return f"Detect the bounding box of the {name.replace('-', ' ')}."
 
 
-def corpus() -> Iterator[str]:
-    """Texts from which the tokenizer learns its pieces: questions and answers, without the special tokens."""
-    rng = random.Random(0)
-    for _ in range(60):
-        for name in OBJECTS + NAMES:
-            x0, y0, x1, y1 = (rng.randrange(1000) for _ in range(4))
-            yield f"system\nYou are a helpful assistant.\nuser\n{question(name)}\nassistant\n"
-            yield name
-            yield f"({x0},{y0}),({x1},{y1})"
-
-
 def make_example(seed: int, index: int, objects: int) -> Example:
     """Example `index` of an endless series: a scene of 1 to 3 categories, and a question for each, in random order."""
     scene = draw_scene("objects", seed, index, objects=objects)

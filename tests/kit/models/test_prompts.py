@@ -10,8 +10,6 @@ from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation, message
 from stages.kit.models.prompts import count_tokens, encode, load_processor, shortened
 from tests import ROOT
-from tests.tiny import SMALLEST_TEXT
-from tools.tiny.architecture import build_tiny
 
 # Qwen2.5-7B-Instruct's template renders a message like this: it adds its content to a text.
 PLAIN_TEMPLATE = """\
@@ -37,7 +35,7 @@ def test_a_damaged_tokenizer_is_refused(file: str, content: str, tmp_path: Path)
 
 @pytest.fixture
 def tokenizer() -> Any:
-    return build_tiny(["tôi đi học"], SMALLEST_TEXT)[1]
+    return load_processor(ROOT / "data/tiny/qwen2", None)
 
 
 def asked(*texts: str) -> Conversation:
