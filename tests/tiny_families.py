@@ -18,7 +18,7 @@ from tests import ROOT
 
 TEMPLATES_DIR = Path(chat_template_utils.__file__).parent / "chat_templates"
 PIECES = json.loads((ROOT / "data/tiny/qwen2-vl/tokenizer.json").read_text(encoding="utf-8"))
-"""Of byte-level BPE, a few hundred."""
+"""Pieces of byte-level BPE, a few hundred."""
 QWEN_TOKENS = tuple(token["content"] for token in PIECES["added_tokens"])
 PHI_TOKENS = ("<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>")

@@ -25,7 +25,7 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, DeviceParams, Params
-from stages.core.tasks import load_task
+from stages.core.tasks import load_task, reader_of
 from stages.kit.data.prepared import STATS_FILE, read_origin
 from stages.kit.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, time_text
 from stages.kit.models.folders import GEOMETRIES_DIR
@@ -156,8 +156,12 @@ def _is_built_from(folder: Path, source: str) -> bool:
 
 
 def available_data(params: Params, name: str) -> Path | None:
-    """The folder of a prepared dataset; None if there is none, or it was made from other sources than the profile's."""
+    """The folder of a prepared dataset; None if there is none, or it was made from other sources than the profile's.
+
+    Raises UserError if its task cannot read the dataset.
+    """
     dataset, folder = params.dataset(name), Path("data/prepared") / name
+    reader_of(load_task(dataset.task, "sources"), dataset, params.dataset_path(name))
     if not (folder / STATS_FILE).exists():
         return None
     found = read_origin(folder)

@@ -1,4 +1,4 @@
-"""What stages and tools share and no model needs. To import any of it prepares the process, before it loads torch."""
+"""Modules for stages and tools that need no model. Importing any prepares the process before it loads torch."""
 
 import atexit
 import gc

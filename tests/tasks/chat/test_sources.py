@@ -195,6 +195,11 @@ def test_every_problem_is_named_at_once_or_its_line_left_out(tmp_path: Path) -> 
     assert "train.jsonl line 21: not JSON" in message
 
 
+def test_a_group_that_no_row_has_is_named_with_what_there_is(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", line(1, who="a"))
+    assert "no 'whom', which is the dataset's reader.group; found messages, who" in refused(tmp_path, group="whom")
+
+
 def test_a_table_without_an_images_bytes_is_refused_by_row(tmp_path: Path) -> None:
     images = [{"bytes": BLUE, "path": "/home/a.png"}, {"bytes": None, "path": "/home/b.png"}]
     write_table(tmp_path / "train.parquet", {**line(1), "images": images})

@@ -271,7 +271,7 @@ def _run_worker(environment: Installed, folder: Path) -> tuple[int, str]:
                 print(line, file=sys.stderr)
                 lines.append(line)
 
-    # Not until the pipe ends: a process that a dead worker started may hold it open.
+    # The pipe may stay open after the worker: a process that a dead worker started holds it.
     (reader := Thread(target=read)).start()
     try:
         code = child.wait()

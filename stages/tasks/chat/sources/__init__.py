@@ -139,7 +139,9 @@ def _sample(place: Place, content: Mapping[str, Any], reader: Reader, *, folder:
     images, unreadable = _read_images(_images_of(content), positions, folder, reader.max_image_pixels)
     problems += unreadable
     group = content.get(reader.group) if reader.group else ""
-    if not isinstance(group, str | int) or (reader.group and group == ""):
+    if reader.group and reader.group not in content:
+        problems.append(f"no {reader.group!r}, which is the dataset's reader.group; found {cut(', '.join(content))}")
+    elif not isinstance(group, str | int) or (reader.group and group == ""):
         problems.append(f"{reader.group} is {shown(group)}, expected the text or number of a group")
     if isinstance(parsed, list):
         return place, problems

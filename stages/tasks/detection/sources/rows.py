@@ -167,7 +167,7 @@ def _nothing_asked_for(categories: Sequence[str], reader: Reader, why: str) -> s
     if categories:
         named = ", ".join(reader.categories())
         wanted = f"a category that starts with {named}" if isinstance(reader.category, str) else named
-        what = f"no box of {wanted}; found {cut(', '.join(sorted(set(categories))))}"
+        what = f"no box of {wanted} (reader.category); found {cut(', '.join(sorted(set(categories))))}"
     return f"{what}; with empty_images: true it is a sample that has none{f': {why}' if why else ''}"
 
 
