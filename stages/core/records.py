@@ -159,7 +159,10 @@ def _set(raw: Any, change: str) -> None:
         raw = raw.setdefault(key, {}) if isinstance(raw, dict) else None
     if not equals or not isinstance(raw, dict):
         raise UserError(f"{change!r} sets no value; expected KEY.KEY=VALUE, such as seed=7")
-    raw[last] = parse_yaml(value)
+    try:
+        raw[last] = parse_yaml(value)
+    except Unreadable as error:
+        raise UserError(f"{change!r}: the value is not plain YAML: {error}") from None
 
 
 def _unread(path: Path, error: OSError) -> str:

@@ -181,6 +181,7 @@ def test_with_base_and_data_it_predicts_what_the_plan_stage_does(workspace: Path
     [
         (["r1-llm"], r"did you mean 'r1-llm-only'"),
         (["r1-llm-only", "--profile", "tinny"], r"did you mean 'tiny'"),
+        (["r1-llm-only", "--set", "seed=[1,"], r"'seed=\[1,': the value is not plain YAML"),
         (
             ["r1-llm-only", "--set", "profiles.tiny.datasets.nutrition-tables.reader={catgory: cup}"],
             r"nutrition-tables\.reader\.catgory.*did you mean 'category'",

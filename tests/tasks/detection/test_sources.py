@@ -58,6 +58,7 @@ def test_every_form_of_the_same_images_gives_the_same_records(
     assert [label for _, label in second.targets()] == ["Nährwerte", "cup", "lid"], "in reading order"
     assert (empty.boxes, second.asked, second.scored_boxes) == ((), ("cup", "lid", "Nährwerte"), "all")
     assert second.prompt == "Detect the bounding boxes of every cup, lid and Nährwerte."
+    assert Reader(category=("lid",)).question() == "Detect the bounding boxes of every lid."
 
 
 def test_open_food_facts_schema_is_read_and_another_category_asked_for_in_other_words(tmp_path: Path) -> None:

@@ -104,10 +104,10 @@ class Reader:
     def question(self) -> str:
         if self.prompt is not None:
             return self.prompt
-        *others, last = (label.replace("-", " ") for label in self.labels() or ("objects",))
-        if not others:
+        *others, last = (label.replace("-", " ") for label in self.labels() or ("object",))
+        if not others and isinstance(self.category, str):
             return PROMPT.replace(TARGET.replace("-", " "), last)
-        return f"Detect the bounding boxes of every {', '.join(others)} and {last}."
+        return f"Detect the bounding boxes of every {' and '.join(filter(None, (', '.join(others), last)))}."
 
     def fields(self) -> dict[str, Any]:
         """The fields of a record that are the same for all."""
