@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import TypeAlias
 
 import click
@@ -29,6 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from stages import tasks
 from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import Params
@@ -78,8 +80,8 @@ def main(task: str, experiments: tuple[str, ...], over: str | None, race: float 
 def refuse_unknown_metrics(params: Params) -> None:
     """Raises UserError for entries of `compare.matters` that no task ranks its recipes by."""
     ranking: set[str] = set()
-    for task in {recipe.task for recipe in params.recipes.values()}:
-        module = load_task(task, "report")
+    for task in iter_modules(tasks.__path__):
+        module = load_task(task.name, "report")
         reported = [module.REPORT.metrics] if hasattr(module, "REPORT") else module.METRICS.values()
         ranking |= {metrics[0].key for metrics in reported}
     if unknown := [name for name in params.compare.matters if name not in ranking]:
