@@ -67,7 +67,11 @@ def test_containers_and_processes_side_by_side_and_in_turn_give_the_same_weights
 
 def test_two_processes_train_together_without_a_network(finished: Path, tmp_path: Path) -> None:
     workspace = copy_of(finished, tmp_path)
-    ddp = ("++profiles.tiny.device.count=2", "++profiles.tiny.memory.placement=ddp", "recipes.r1-llm-only.max_steps=1")
+    ddp = (
+        "++profiles.tiny.device.count=2",
+        "++profiles.tiny.memory.placement=ddp",
+        "++recipes.r1-llm-only.max_steps=1",
+    )
     dvc(workspace, "exp", "run", *(option for change in ddp for option in ("-S", change)), "train@r1-llm-only")
     training = json.loads((workspace / "data/runs/r1-llm-only/training/training.json").read_text())
     assert training["num_steps"] == 1
@@ -80,7 +84,7 @@ def test_inputs_that_are_links_to_dvcs_cache_and_tracked_runs_work_in_containers
     dvc(workspace, "config", "--local", "cache.type", "symlink")
     dvc(workspace, "checkout", "--relink", "--with-deps", "compare@detection")
     assert (workspace / "data/bases/vlm/config.json").is_symlink()
-    tracked_step = ("-S", "tracking.to=[wandb]", "-S", "recipes.r1-llm-only.max_steps=1")
+    tracked_step = ("-S", "tracking.to=[wandb]", "-S", "++recipes.r1-llm-only.max_steps=1")
     dvc(workspace, "exp", "run", *tracked_step, "train@r1-llm-only", "baseline@base-vlm")
     dvc(workspace, "repro", "--single-item", "compare@detection")
     tracked = workspace / ".bakeoff/tracking/wandb"
