@@ -105,9 +105,9 @@ class Reader:
         if self.prompt is not None:
             return self.prompt
         *others, last = (label.replace("-", " ") for label in self.labels() or ("object",))
-        if not others and isinstance(self.category, str):
+        if isinstance(self.category, str):
             return PROMPT.replace(TARGET.replace("-", " "), last)
-        return f"Detect the bounding boxes of every {' and '.join(filter(None, (', '.join(others), last)))}."
+        return f"Detect the bounding boxes of every {', '.join(others)}{' and ' if others else ''}{last}."
 
     def fields(self) -> dict[str, Any]:
         """The fields of a record that are the same for all."""
