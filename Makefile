@@ -130,8 +130,8 @@ test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
 	@$(offline) $(one_thread) $(python) -m pytest $(in_parallel) $(ARGS)
 
 # Tests that neither train nor starts containers, DVC or many processes.
-quick := core reporting tasks $(addprefix kit/,data evaluation planning) \
-	$(addsuffix .py,kit/test_statistics test_compare test_docs test_imports test_locks test_pipeline)
+quick := core reporting tasks data evaluation planning \
+	$(addsuffix .py,test_compare test_docs test_imports test_locks test_pipeline)
 
 # Run the tests that take no training, for the inner loop
 .PHONY: test-quick
@@ -142,7 +142,7 @@ test-quick: setup-dev
 .PHONY: test-vllm
 test-vllm:
 	@docker/setup dev vllm
-	@$(offline) $(python) -m pytest -m vllm -n 0 tests/kit/evaluation $(ARGS)
+	@$(offline) $(python) -m pytest -m vllm -n 0 tests/evaluation $(ARGS)
 
 .PHONY: gpu
 gpu: setup ## Measure what only a GPU can show, and write docs/gpu/DEVICE.md (BUDGET_S=540, ARGS=--dry-run, ARGS="--calibrate RESULTS")

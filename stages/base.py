@@ -16,10 +16,10 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import short, write_lineage
 from stages.core.params import load_params
 from stages.core.records import published
-from stages.kit.data.sources import fetch_snapshot
-from stages.kit.models.folders import MODEL_FILES, check_model_folder, copy_model_files
-from stages.kit.models.load import load_config
-from stages.kit.models.prompts import check_chat_template
+from stages.data.sources import fetch_snapshot
+from stages.models.folders import MODEL_FILES, check_model_folder, copy_model_files
+from stages.models.load import load_config
+from stages.models.prompts import check_chat_template
 
 log = logging.getLogger("stages")
 

@@ -21,11 +21,11 @@ from stages.core.params import load_params
 from stages.core.params.schema import ExpertParams, RecipeParams, made_by
 from stages.core.records import rebuild
 from stages.core.tasks import load_task
-from stages.kit.data.conversation import Conversation
-from stages.kit.mixture.build import build_mixture
-from stages.kit.models.folders import require_weights
-from stages.kit.models.load import gpus_in_use, load_model, see_only
-from stages.kit.planning.memory_use import MemoryLog
+from stages.data.conversation import Conversation
+from stages.mixture.build import build_mixture
+from stages.models.folders import require_weights
+from stages.models.load import gpus_in_use, load_model, see_only
+from stages.planning.memory_use import MemoryLog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -29,18 +29,18 @@ from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import publish_text, published, rebuild
 from stages.core.tasks import load_task, require_answer_format
-from stages.kit.data.conversation import Conversation
-from stages.kit.data.parquet import write_rows
-from stages.kit.evaluation.answer import load_answerer
-from stages.kit.evaluation.score import failures, read_answers, score_answers, summary, write_examples
-from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
-from stages.kit.models.certificate import certified_model
-from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory
-from stages.kit.planning.plan import read_plan
-from stages.kit.planning.prediction import MemoryRecord, beside_measured
-from stages.kit.training.records import TrainingRecord
+from stages.data.conversation import Conversation
+from stages.data.parquet import write_rows
+from stages.evaluation.answer import load_answerer
+from stages.evaluation.score import failures, read_answers, score_answers, summary, write_examples
+from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
+from stages.models.certificate import certified_model
+from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
+from stages.planning.plan import read_plan
+from stages.planning.prediction import MemoryRecord, beside_measured
 from stages.reporting.runs import FAILURE, cards_dir, write_card
 from stages.reporting.tracking import track_evaluation
+from stages.training.records import TrainingRecord
 
 log = logging.getLogger("stages")
 

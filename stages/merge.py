@@ -29,14 +29,14 @@ from stages.core.params import load_params
 from stages.core.params.schema import made_by
 from stages.core.records import published, rebuild
 from stages.core.tasks import load_task
-from stages.kit.evaluation.answer import Answerer, batch_size_for
-from stages.kit.evaluation.score import score_answers, summary
-from stages.kit.models.load import gpus_in_use, load_model, see_only
-from stages.kit.models.merge import merge_certified, quantization_cost
-from stages.kit.models.prompts import load_processor, takes
-from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory
-from stages.kit.planning.plan import read_plan
-from stages.kit.training.records import TrainingRecord
+from stages.evaluation.answer import Answerer, batch_size_for
+from stages.evaluation.score import score_answers, summary
+from stages.models.load import gpus_in_use, load_model, see_only
+from stages.models.merge import merge_certified, quantization_cost
+from stages.models.prompts import load_processor, takes
+from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
+from stages.planning.plan import read_plan
+from stages.training.records import TrainingRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

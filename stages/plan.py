@@ -16,12 +16,12 @@ import click
 from stages.core.errors import configure_logging
 from stages.core.params import load_params
 from stages.core.tasks import load_task
-from stages.kit.memory.fit import decide, duration
-from stages.kit.memory.preview import preview
-from stages.kit.models.adapters import trainable_line
-from stages.kit.models.folders import require_weights
-from stages.kit.models.load import load_config
-from stages.kit.planning.prediction import gib_text
+from stages.memory.fit import decide, duration
+from stages.memory.preview import preview
+from stages.models.adapters import trainable_line
+from stages.models.folders import require_weights
+from stages.models.load import load_config
+from stages.planning.prediction import gib_text
 
 log = logging.getLogger("stages")
 

@@ -19,11 +19,11 @@ from stages.core.given_files import require_own
 from stages.core.params import load_params
 from stages.core.records import publish_text
 from stages.core.tasks import load_task
-from stages.kit.evaluation.answer import load_answerer
-from stages.kit.models.certificate import certified_model
-from stages.kit.models.folders import require_weights
-from stages.kit.planning.memory_use import recognised_out_of_memory
-from stages.kit.planning.plan import read_plan
+from stages.evaluation.answer import load_answerer
+from stages.models.certificate import certified_model
+from stages.models.folders import require_weights
+from stages.planning.memory_use import recognised_out_of_memory
+from stages.planning.plan import read_plan
 
 log = logging.getLogger("stages")
 

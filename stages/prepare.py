@@ -17,7 +17,7 @@ import click
 from stages.core.errors import configure_logging
 from stages.core.params import load_params
 from stages.core.tasks import load_task
-from stages.kit.data.prepared import prepare
+from stages.data.prepared import prepare
 
 log = logging.getLogger("stages")
 

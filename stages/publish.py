@@ -27,8 +27,8 @@ from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
 from stages.core.records import rebuild
 from stages.core.tasks import load_task
-from stages.kit.models.certificate import certified_model
-from stages.kit.models.folders import read_config, require_weights
+from stages.models.certificate import certified_model
+from stages.models.folders import read_config, require_weights
 from stages.publishing.card import Publication, evaluated_on, ingredients_of
 from stages.publishing.folder import records_of, write_folder
 from stages.reporting.compare import compare, read_contenders, task_report

@@ -27,22 +27,22 @@ from stages.core.params import load_params
 from stages.core.params.schema import made_by
 from stages.core.records import published, rebuild
 from stages.core.tasks import load_task
-from stages.kit.evaluation.validation import Validator
-from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.adapters import load_trainable, save_trained, trainable_line, trained_tensors
-from stages.kit.models.kernels import fused_kernels
-from stages.kit.models.load import gpus_in_use
-from stages.kit.models.prompts import load_processor
-from stages.kit.planning.ladder import planned, settings
-from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory
-from stages.kit.planning.plan import Plan
-from stages.kit.training.batches import ConversationCollator
-from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
-from stages.kit.training.features import frozen_features
-from stages.kit.training.processes import is_first_process, is_worker, run_workers, set_up
-from stages.kit.training.records import tracking_arguments, write_records
-from stages.kit.training.resume import identity_of, train_to_the_end
-from stages.kit.training.trainer import RecipeTrainer
+from stages.evaluation.validation import Validator
+from stages.mixture.trainer import make_trainer
+from stages.models.adapters import load_trainable, save_trained, trainable_line, trained_tensors
+from stages.models.kernels import fused_kernels
+from stages.models.load import gpus_in_use
+from stages.models.prompts import load_processor
+from stages.planning.ladder import planned, settings
+from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
+from stages.planning.plan import Plan
+from stages.training.batches import ConversationCollator
+from stages.training.checkpoints import checkpoints_dir, kept_checkpoints
+from stages.training.features import frozen_features
+from stages.training.processes import is_first_process, is_worker, run_workers, set_up
+from stages.training.records import tracking_arguments, write_records
+from stages.training.resume import identity_of, train_to_the_end
+from stages.training.trainer import RecipeTrainer
 
 log = logging.getLogger("stages")
 

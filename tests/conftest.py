@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from stages.kit.data.conversation import Conversation
+from stages.data.conversation import Conversation
 from tests.damage import quick
+
+LONG = tuple(
+    f"tests/{folder}/" for folder in ("evaluation", "families", "memory", "mixture", "models", "tools", "training")
+)
+"""Folders whose tests train or load models."""
 
 
 def pytest_configure() -> None:
@@ -26,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files begin first: at the end, processes that share the tests have small ones left to even out."""
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
-        return item.get_closest_marker("pipeline") is None, not item.nodeid.startswith(("tests/kit/", "tests/tools/"))
+        return item.get_closest_marker("pipeline") is None, not item.nodeid.startswith(LONG)
 
     items.sort(key=place)
 

@@ -18,7 +18,7 @@ from stages.core.lineage import Lineage, content_digest, file_digest, write_line
 from stages.core.params import load_params
 from stages.core.params.schema import LimitParams
 from stages.core.provenance import records_dir
-from stages.kit.models.certificate import QuantizationCost
+from stages.models.certificate import QuantizationCost
 from stages.publish import publish_run
 from stages.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, sign, signing_key, statement
 from stages.reporting.runs import cards_dir, write_card

@@ -1,9 +1,9 @@
 """Records of runs that never were: what the launcher and the stages write. Light to import: made-up stages do."""
 
 from stages.core.provenance import Machine, Provenance
-from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, Routing
-from stages.kit.models.certificate import MergeCertificate
-from stages.kit.training.records import TrainingRecord
+from stages.mixture.certificate import BuildCertificate, Change, Domain, Routing
+from stages.models.certificate import MergeCertificate
+from stages.training.records import TrainingRecord
 
 PROVENANCE = Provenance(
     stage="train@r1",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages.core.lineage import read_lineage
-from tests.kit.mixture.dense import save_base
+from tests.mixture.dense import save_base
 from tests.stage_runs import all_the_way, done, refused, small_params, write_params
 
 pytestmark = pytest.mark.pipeline

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from stages.core.families import FAMILIES
-from stages.kit.models.certificate import MergeCertificate
-from stages.kit.models.load import load_config
-from stages.kit.planning.plan import read_plan
+from stages.models.certificate import MergeCertificate
+from stages.models.load import load_config
+from stages.planning.plan import read_plan
 from tests.stage_runs import all_the_way, done, made, small_params, write_params
 from tests.tiny_families import save_tiny_family
 

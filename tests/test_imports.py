@@ -21,11 +21,11 @@ FAST = (
     "stages/publishing",
     "stages/reporting",
     *(
-        f"stages/kit/{name}"
+        f"stages/{name}"
         for name in (
             "planning",
             "data",
-            "statistics",
+            "evaluation/statistics",
             "mixture/certificate",
             "models/certificate",
             "models/folders",

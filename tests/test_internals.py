@@ -1,4 +1,4 @@
-"""Private parts of libraries stand in stages/kit/internals alone, for the versions that are pinned.
+"""Private parts of libraries stand in stages/internals alone, for the versions that are pinned.
 
 Ruff finds those that are used elsewhere (SLF001, PLC2701), and this those that are overridden.
 """
@@ -13,7 +13,7 @@ from tests import ROOT
 from tests.closure import parsed
 from tests.test_locks import PROJECT
 
-INTERNALS = sorted((ROOT / "stages/kit/internals").glob("*_internals.py"))
+INTERNALS = sorted((ROOT / "stages/internals").glob("*_internals.py"))
 THEIRS = {name for kind in (SFTTrainer, nn.Conv3d) for each in kind.__mro__ for name in vars(each)}
 
 

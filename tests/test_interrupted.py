@@ -19,11 +19,11 @@ import stages.evaluate
 import stages.merge
 import stages.train
 from stages.core.params import load_params
-from stages.kit.evaluation import answer
-from stages.kit.training.trainer import RecipeTrainer
+from stages.evaluation import answer
 from stages.launcher.launch import run_down_the_ladder
 from stages.launcher.pipeline import Request
 from stages.launcher.process import Ended
+from stages.training.trainer import RecipeTrainer
 from tests import ROOT
 from tests.launcher.small_checkout import CALLER, Command, request_of, wait_until
 from tests.stage_runs import done, small_params, write_params

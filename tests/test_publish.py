@@ -18,9 +18,9 @@ from rich.console import Console
 from stages.compare import compare_task
 from stages.core.errors import UserError
 from stages.core.params import load_params
-from stages.kit.data.conversation import Conversation
-from stages.kit.models.folders import read_config
-from stages.kit.models.prompts import load_processor, rendered
+from stages.data.conversation import Conversation
+from stages.models.folders import read_config
+from stages.models.prompts import load_processor, rendered
 from stages.publish import gather, main, publish_run
 from stages.publishing.card import write_card
 from stages.publishing.signing import SIGNATURE_FILE

@@ -15,16 +15,16 @@ from stages.core.errors import UserError
 from stages.core.lineage import Lineage, read_lineage, true_base
 from stages.core.params.schema import made_by
 from stages.core.provenance import provenance_of_run
-from stages.kit.data.prepared import read_origin
-from stages.kit.mixture.certificate import BuildCertificate
-from stages.kit.models.certificate import require_certificate
-from stages.kit.planning.plan import read_plan
-from stages.kit.planning.prediction import MemoryRecord, beside_measured
-from stages.kit.training.records import TrainingRecord
+from stages.data.prepared import read_origin
+from stages.mixture.certificate import BuildCertificate
+from stages.models.certificate import require_certificate
+from stages.planning.plan import read_plan
+from stages.planning.prediction import MemoryRecord, beside_measured
+from stages.training.records import TrainingRecord
 from tests.damage import damaged_bytes, damaged_tree, quick
-from tests.kit.memory.test_fit import start
-from tests.kit.planning.test_plan import PLAN
 from tests.made_up_records import BUILD_CERTIFICATE, CERTIFICATE, PROVENANCE, TRAINING
+from tests.memory.test_fit import start
+from tests.planning.test_plan import PLAN
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ case "$(basename "$0") $*" in
   *ensurepip*) [ -z "${FAKE_WITHOUT_VENV:-}" ] ;;
   *"-m venv "*) mkdir -p "${*: -1}/bin"; cp "$0" "${*: -1}/bin/python"; cp "$0" .venv/bin/uv ;;
   *torchvision_on_cpu*) echo "torchvision" >>asked ;;
-  *stages.kit.training.kernels*) echo "${FAKE_PROBLEM:-}" ;;
+  *stages.training.kernels*) echo "${FAKE_PROBLEM:-}" ;;
   *importlib.metadata*) cat torch-version ;;
   python*pip*install*) echo "pip ${*: -1}" >>asked
     [[ -z "${PIP_LACKS:-}" || "${*: -1}" != *"$PIP_LACKS"* ]]

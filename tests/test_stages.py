@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 import stages.train
 from stages.core.errors import UserError
 from stages.core.lineage import read_lineage, true_base, verified_lineage, write_lineage
-from stages.kit.models.certificate import MergeCertificate
-from stages.kit.models.folders import remove_weights, weight_files
-from stages.kit.planning.cards import usable_bytes
+from stages.models.certificate import MergeCertificate
+from stages.models.folders import remove_weights, weight_files
+from stages.planning.cards import usable_bytes
 from stages.train import read_base
 from tests.damage import flip
-from tests.kit.training.two_processes import run_two
 from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
+from tests.training.two_processes import run_two
 
 pytestmark = pytest.mark.pipeline
 
@@ -231,7 +231,7 @@ def test_a_large_merged_model_in_several_files_is_the_same(workspace: Path, monk
     run_dir = workspace / "data/runs/r2-vision-only"
     certified = MergeCertificate.read(run_dir / "merge.json", fix="")
     assert weight_files(run_dir / "merged") == {"model.safetensors"}
-    monkeypatch.setattr("stages.kit.models.merge.MAX_SHARD_SIZE", "300KB")
+    monkeypatch.setattr("stages.models.merge.MAX_SHARD_SIZE", "300KB")
     done("merge", "r2-vision-only")
     assert len(weight_files(run_dir / "merged")) > 1
     again = MergeCertificate.read(run_dir / "merge.json", fix="")
@@ -246,7 +246,7 @@ def train_sharded(rank: int, folder: Path) -> None:
 
 
 def test_two_sharded_processes_train_as_one_does(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For real, on two CPU processes. ddp and resuming: tests/kit/training; torchrun: test_processes.py there."""
+    """For real, on two CPU processes. ddp and resuming: tests/training; torchrun: test_processes.py there."""
     recipe, trained = "r2-vision-only", Path("data/runs/r2-vision-only/trained")
     raw = read_params()
     tiny = raw["profiles"]["tiny"]

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages.core.lineage import read_lineage
-from stages.kit.models.certificate import MergeCertificate
-from stages.kit.planning.plan import read_plan
+from stages.models.certificate import MergeCertificate
+from stages.planning.plan import read_plan
 from stages.tasks.amr.samples.blocks import read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import read_graph
-from tests.kit.data.images import png
+from tests.data.images import png
 from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
 
 pytestmark = pytest.mark.pipeline

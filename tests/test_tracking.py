@@ -17,10 +17,10 @@ from stages.core.errors import UserError
 from stages.core.lineage import read_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import TrackingParams
-from stages.kit.statistics import Interval
-from stages.kit.training.records import tracking_arguments
+from stages.evaluation.statistics import Interval
 from stages.reporting.tables import Column, Row, Table
 from stages.reporting.tracking import track_comparison
+from stages.training.records import tracking_arguments
 from tests import ROOT
 from tests.stage_runs import done, small_params, write_params
 
@@ -141,6 +141,6 @@ def test_curves_go_to_each_tracker_that_is_named(tmp_path: Path, monkeypatch: py
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.kit.training.records.find_spec", lambda name: None)
+    monkeypatch.setattr("stages.training.records.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"tracking\.to names mlflow, .*uv pip install --overrides .*lock mlflow"):
         tracking_arguments(TrackingParams(to=("mlflow",)), "r1-llm-only")

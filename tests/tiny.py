@@ -6,8 +6,8 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from stages.kit.data.conversation import Conversation
-from stages.kit.models.prompts import load_processor
+from stages.data.conversation import Conversation
+from stages.models.prompts import load_processor
 from tests import ROOT
 
 QUESTION = "Detect the bounding box of the nutrition table."

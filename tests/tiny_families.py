@@ -12,8 +12,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trl import chat_template_utils
 
-from stages.kit.models.load import auto_class
-from stages.kit.models.prompts import Processor, images_only
+from stages.models.load import auto_class
+from stages.models.prompts import Processor, images_only
 from tests import ROOT
 
 TEMPLATES_DIR = Path(chat_template_utils.__file__).parent / "chat_templates"

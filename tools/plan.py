@@ -26,19 +26,19 @@ from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, DeviceParams, Params
 from stages.core.tasks import load_task, reader_of
-from stages.kit.data.prepared import STATS_FILE, read_origin
-from stages.kit.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, time_text
-from stages.kit.models.folders import GEOMETRIES_DIR
-from stages.kit.planning.cards import named_card
-from stages.kit.planning.disk import DiskUse, disk_use
-from stages.kit.planning.ladder import settings
-from stages.kit.planning.prediction import MemoryRecord, gib_text
+from stages.data.prepared import STATS_FILE, read_origin
+from stages.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, time_text
+from stages.models.folders import GEOMETRIES_DIR
+from stages.planning.cards import named_card
+from stages.planning.disk import DiskUse, disk_use
+from stages.planning.ladder import settings
+from stages.planning.prediction import MemoryRecord, gib_text
 from stages.reporting.tables import Column, Table, terminal_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from stages.kit.memory.preview import Preview
+    from stages.memory.preview import Preview
 
 GPU_SIZES = "16, 24, 40, 48, 80"
 """Sizes of GPUs in GB, as they are sold."""
@@ -140,8 +140,8 @@ def available_inputs(params: Params, recipe: str) -> Inputs:
 
 def config_of_base(inputs: Inputs) -> PreTrainedConfig:
     """The geometry that the recipe starts from; a mixture's, if it is built from models of config_dir."""
-    from stages.kit.mixture.build import mixture_config
-    from stages.kit.models.load import load_config
+    from stages.mixture.build import mixture_config
+    from stages.models.load import load_config
 
     config, build = load_config(inputs.config_dir), inputs.build
     return config if build is None else mixture_config(config, experts=len(build.experts), top_k=build.top_k)
@@ -219,7 +219,7 @@ class Predictions:
         """The preview of a recipe on a device, its plan as the profile has it, and the cheapest change that fits."""
         import transformers
 
-        from stages.kit.memory.preview import preview
+        from stages.memory.preview import preview
 
         transformers.logging.set_verbosity_error()  # it warns of the stand-in's tokens
         profile = replace(self.params.active, device=device)

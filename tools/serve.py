@@ -20,9 +20,9 @@ from stages.core.families import PROMPT_OPTIONS
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import rebuild
-from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate
-from stages.kit.evaluation.vllm.environment import WORKER, engine_options, installed
-from stages.kit.models.certificate import certified_model
+from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate
+from stages.evaluation.vllm.environment import WORKER, engine_options, installed
+from stages.models.certificate import certified_model
 from stages.reporting.runs import cards_dir, evaluation_stage
 
 log = logging.getLogger("stages")

@@ -68,7 +68,7 @@ class Family:
     """Whether a test shows that rows without padding give the same loss and gradients, part by part."""
     fused_like: str | None = None
     """model_type whose layers, in Liger's list, its language model has; None until a test shows that Liger's kernels
-    give the same loss and gradients (tests/kit/models/interpreted.py)."""
+    give the same loss and gradients (tests/models/interpreted.py)."""
 
 
 # Lines of the chat templates of Llama 3.1 and 3.2, which TRL knows without marking their answers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stages.core.errors import UserError
-from stages.kit.evaluation.vllm.environment import installed
+from stages.evaluation.vllm.environment import installed
 from stages.launcher.apptainer import ApptainerEngine
 from stages.launcher.container import NotUsable, SealedEngine
 from stages.launcher.docker import ContainerEngine

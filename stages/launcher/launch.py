@@ -26,10 +26,6 @@ from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.given_files import cache_dir
 from stages.core.params import load_params
 from stages.core.signals import end_with_own_parent
-from stages.kit.planning.disk import disk_use, require_room
-from stages.kit.planning.ladder import batch_size_changes, rung_changes
-from stages.kit.planning.plan import read_plan
-from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
 from stages.launcher.container import ASIDE_DIR, Outputs, refuse_links_out
 from stages.launcher.engines import Engine, choose_engine
 from stages.launcher.gpus import leased_gpus, refuse_old_driver
@@ -38,6 +34,10 @@ from stages.launcher.pipeline import TRACKED, Request, declared_stages, item_of
 from stages.launcher.process import STAGES, Ended
 from stages.launcher.record import recorder
 from stages.launcher.slurm import StageJob, caller_pid, refuse_changed_job, run_inside_job, runs_in_slurm
+from stages.planning.disk import disk_use, require_room
+from stages.planning.ladder import batch_size_changes, rung_changes
+from stages.planning.plan import read_plan
+from stages.training.checkpoints import checkpoints_dir, remove_finished
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[2]
 

@@ -19,13 +19,13 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.provenance import PROVENANCE_DIR
 from stages.core.records import read_settings, rebuild
-from stages.kit.evaluation.vllm.environment import TARGETS
-from stages.kit.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
-from stages.kit.planning.plan import read_plan
-from stages.kit.planning.prediction import GIB, MemoryRecord
-from stages.kit.training.checkpoints import checkpoints_dir
+from stages.evaluation.vllm.environment import TARGETS
 from stages.launcher.gpus import Gpu
 from stages.launcher.process import Image, triton_dir
+from stages.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
+from stages.planning.plan import read_plan
+from stages.planning.prediction import GIB, MemoryRecord
+from stages.training.checkpoints import checkpoints_dir
 
 JOB_VARIABLE = "BAKEOFF_JOB"
 """The folder of the job of Slurm that this process runs in; unset outside of jobs."""
@@ -246,7 +246,7 @@ class Request:
     def kept_dirs(self) -> tuple[Path, ...]:
         """Folders that the stage writes to besides its outputs, and that outlive it.
 
-        A training keeps checkpoints and features, tracked stages their runs (stages/kit/training/records.py), and
+        A training keeps checkpoints and features, tracked stages their runs (stages/training/records.py), and
         publish a key. None for other stages, and for a name that a training will refuse.
         """
         own_dir = self.repository_dir / ".bakeoff"

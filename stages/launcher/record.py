@@ -22,13 +22,13 @@ from stages.core.lineage import combined_digest, content_digest, file_digest
 from stages.core.params.schema import Params
 from stages.core.provenance import Provenance, read_provenance
 from stages.core.records import rebuild
-from stages.kit.planning.ladder import lowered
-from stages.kit.planning.plan import Plan, read_plan
 from stages.launcher.engines import Engine
 from stages.launcher.gpus import driver_version
 from stages.launcher.images import BELOW_VLLM, below
 from stages.launcher.pipeline import DeclaredStage, Request
 from stages.launcher.process import Ended
+from stages.planning.ladder import lowered
+from stages.planning.plan import Plan, read_plan
 
 SEEN_BY_STAGES = ("stages", "docker", "params.yaml", "dvc.yaml", "pyproject.toml")
 """Other changes in a checkout do not concern a run; every stage changes dvc.lock."""

@@ -41,13 +41,13 @@ from stages.core.locks import hold
 from stages.core.params.schema import Params
 from stages.core.records import publish_text
 from stages.core.signals import ENDING, GRACE_S, handling
-from stages.kit.planning.prediction import GIB
-from stages.kit.training.checkpoints import checkpoints_dir
 from stages.launcher.container import ASIDE_DIR, move, remove
 from stages.launcher.logs import say
 from stages.launcher.pipeline import JOB_VARIABLE, Request, host_gib
 from stages.launcher.process import ForwardedSignals, forwarded_signals
 from stages.launcher.record import code_digest, digests, recorded_inputs, used_params
+from stages.planning.prediction import GIB
+from stages.training.checkpoints import checkpoints_dir
 
 PLACES = ("here", "slurm")
 ALWAYS_HERE = ("check",)

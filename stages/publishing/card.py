@@ -18,8 +18,8 @@ from stages.core.families import PROMPT_OPTIONS
 from stages.core.lineage import Lineage, lineage_lines, short
 from stages.core.params.schema import Params
 from stages.core.provenance import Provenance
-from stages.kit.data.conversation import Conversation
-from stages.kit.data.prepared import read_origin
+from stages.data.conversation import Conversation
+from stages.data.prepared import read_origin
 from stages.publishing.check import CARD_FILE, pipeline_tag
 from stages.reporting.compare import Comparison, Contender
 from stages.reporting.runs import EXAMPLE_KINDS, EXAMPLES_DIR, Run

@@ -25,10 +25,10 @@ from stages.core.lineage import Lineage, combined_digest, file_digests, read_lin
 from stages.core.provenance import Provenance
 from stages.core.records import dotted, parse, parse_json, parse_yaml, read_plain, shown, yaml_text
 from stages.core.tasks import load_task
-from stages.kit.models.certificate import TOLERANCE, MergeCertificate
-from stages.kit.models.folders import MODEL_FILES, check_model_folder, read_config
-from stages.kit.planning.ladder import lowered
-from stages.kit.planning.plan import Plan
+from stages.models.certificate import TOLERANCE, MergeCertificate
+from stages.models.folders import MODEL_FILES, check_model_folder, read_config
+from stages.planning.ladder import lowered
+from stages.planning.plan import Plan
 from stages.publishing.signing import (
     BUILD_TYPE,
     KEY_FILE,

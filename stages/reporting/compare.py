@@ -13,8 +13,8 @@ from stages.core.errors import UserError
 from stages.core.params.schema import Params, recipe_of
 from stages.core.provenance import records_dir
 from stages.core.records import rebuild
-from stages.kit.planning.memory_use import stage_memory_path
-from stages.kit.statistics import LEVEL, UNAVAILABLE, Floats, Interval, Statistic, sample_mean
+from stages.evaluation.statistics import LEVEL, UNAVAILABLE, Floats, Interval, Statistic, sample_mean
+from stages.planning.memory_use import stage_memory_path
 from stages.reporting.evidence import Difference, Score, as_family, difference, least_p, score
 from stages.reporting.runs import (
     Run,

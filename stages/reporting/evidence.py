@@ -46,7 +46,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import gammaincinv, nctdtrinc, stdtr, stdtrit
 
-from stages.kit.statistics import LEVEL, Floats, Interval, Statistic, bootstrap, sample_mean
+from stages.evaluation.statistics import LEVEL, Floats, Interval, Statistic, bootstrap, sample_mean
 
 POWER = 0.8
 """Share of the reports in which a detectable difference is shown."""

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stages.core.records import publish_text
-from stages.kit.statistics import Floats, Interval
+from stages.evaluation.statistics import Floats, Interval
 from stages.reporting.compare import Comparison, Contender, Metric, interval_words
 from stages.reporting.runs import FAILURE, Curve, Run
 from stages.reporting.sections import (

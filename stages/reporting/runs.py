@@ -21,12 +21,12 @@ from stages.core.errors import UserError
 from stages.core.lineage import Lineage, lineage_text, read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
 from stages.core.records import damaged, published, read_record, rebuild
-from stages.kit.data.parquet import read_rows, read_schema
-from stages.kit.models.certificate import MergeCertificate
-from stages.kit.planning.memory_use import StageMemory
-from stages.kit.planning.plan import Plan, read_plan
-from stages.kit.statistics import Floats
-from stages.kit.training.records import TrainingRecord
+from stages.data.parquet import read_rows, read_schema
+from stages.evaluation.statistics import Floats
+from stages.models.certificate import MergeCertificate
+from stages.planning.memory_use import StageMemory
+from stages.planning.plan import Plan, read_plan
+from stages.training.records import TrainingRecord
 
 MODEL_LINEAGE_FILE = "model_lineage.json"
 """The lineage of the model evaluated. It has a name of its own, because lineage.json describes the folder it is in."""

@@ -15,8 +15,8 @@ from stages.core.errors import join_truncated, pluralize
 from stages.core.lineage import short
 from stages.core.params.schema import PARTS
 from stages.core.provenance import Provenance
-from stages.kit.planning.plan import Plan
-from stages.kit.statistics import LEVEL
+from stages.evaluation.statistics import LEVEL
+from stages.planning.plan import Plan
 from stages.reporting.compare import Comparison, Metric, p_words, too_few
 from stages.reporting.evidence import FEWEST_TO_SHARE, POWER
 from stages.reporting.runs import Run

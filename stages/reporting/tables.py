@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from stages.core.errors import bytes_text
-from stages.kit.statistics import Interval
+from stages.evaluation.statistics import Interval
 
 Cell = str | int | float | Interval | None
 ABSENT = "–"

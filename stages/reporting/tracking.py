@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from stages.core.errors import UserError
 from stages.core.lineage import LINEAGE_FILE, Lineage, lineage_text
 from stages.core.params.schema import TrackingParams
-from stages.kit.training.records import run_name, set_tracking_environment
 from stages.reporting.tables import Table, csv_rows
+from stages.training.records import run_name, set_tracking_environment
 
 if TYPE_CHECKING:
     import wandb

@@ -28,7 +28,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.kit.statistics import Floats, Statistic, corpus_f1, perplexity, sample_mean
+from stages.evaluation.statistics import Floats, Statistic, corpus_f1, perplexity, sample_mean
 from stages.reporting.evidence import (
     LOOK_LEVELS,
     LOOKS,

@@ -11,8 +11,7 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, Params
-from stages.kit.evaluation.vllm import environment
-from stages.kit.planning.plan import resolve_plan
+from stages.evaluation.vllm import environment
 from stages.launcher import launch as launcher
 from stages.launcher.apptainer import ApptainerEngine
 from stages.launcher.container import refuse_links_out
@@ -21,6 +20,7 @@ from stages.launcher.gpus import MIN_DRIVER, Gpu
 from stages.launcher.launch import refuse_full_disk, refuse_missing_deps
 from stages.launcher.pipeline import Request, gpus_wanted
 from stages.launcher.process import STAGES, ProcessEngine
+from stages.planning.plan import resolve_plan
 from tests import ROOT
 from tests.documents import write_yaml
 from tests.launcher.small_checkout import CALLER, PARAMS, Command, notes, request_of, run, set_gpus, small_checkout

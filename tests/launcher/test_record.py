@@ -19,12 +19,12 @@ from stages.core.errors import UserError
 from stages.core.lineage import content_digest
 from stages.core.params import load_params
 from stages.core.provenance import Provenance, read_provenance
-from stages.kit.planning.plan import read_plan
 from stages.launcher import process as machine
 from stages.launcher.gpus import Gpu
 from stages.launcher.pipeline import declared_stages
 from stages.launcher.process import ProcessEngine, cuda_of_torch, this_machine, triton_dir
 from stages.launcher.record import code_digest, git_state, lock_digest, used_params
+from stages.planning.plan import read_plan
 from tests.documents import write_yaml
 from tests.launcher.small_checkout import commit, run, set_gpus, small_checkout
 

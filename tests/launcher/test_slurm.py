@@ -12,7 +12,6 @@ import pytest
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, JobParams, Params, SlurmParams
 from stages.core.signals import handling
-from stages.kit.planning.plan import resolve_plan
 from stages.launcher import slurm
 from stages.launcher.pipeline import JOB_VARIABLE, MARGIN, PROCESS_GIB, DeclaredStage, Request, host_gib
 from stages.launcher.process import ForwardedSignals
@@ -25,6 +24,7 @@ from stages.launcher.slurm import (
     run_inside_job,
     runs_in_slurm,
 )
+from stages.planning.plan import resolve_plan
 from tests.launcher.small_checkout import PARAMS, request_of
 
 IN_SEED_1 = replace(PARAMS, seed=1)

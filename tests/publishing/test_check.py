@@ -25,9 +25,9 @@ from safetensors.numpy import save_file
 from stages.core.lineage import Lineage, Parent, combined_digest, file_digest, read_lineage
 from stages.core.provenance import Machine, Provenance
 from stages.core.records import parse, parse_yaml, yaml_text
-from stages.kit.models.certificate import MergeCertificate, QuantizationCost
-from stages.kit.planning.ladder import lowered
-from stages.kit.planning.plan import Plan
+from stages.models.certificate import MergeCertificate, QuantizationCost
+from stages.planning.ladder import lowered
+from stages.planning.plan import Plan
 from stages.publishing.check import CARD_FILE, CERTIFICATE, LINEAGE, METRICS, MODEL, PLAN, check_published
 from stages.publishing.signing import BUILD_TYPE, KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, fingerprint, signing_key
 from tests.damage import damaged_bytes, damaged_tree, flip, nested, quick

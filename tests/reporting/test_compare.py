@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from stages.core.errors import UserError
-from stages.kit.statistics import Floats, Interval
+from stages.evaluation.statistics import Floats, Interval
 from stages.reporting.compare import (
     Comparison,
     Contender,

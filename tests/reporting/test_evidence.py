@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.special import ndtri, stdtrit
 
-from stages.kit.statistics import Floats, Interval, corpus_f1, perplexity, sample_mean
+from stages.evaluation.statistics import Floats, Interval, corpus_f1, perplexity, sample_mean
 from stages.reporting import evidence
 from stages.reporting.evidence import (
     LOOK_LEVELS,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stages.kit.statistics import Interval
+from stages.evaluation.statistics import Interval
 from stages.reporting.page import (
     MAX_IMAGE_WIDTH,
     IntervalRow,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stages.kit.statistics import Interval
+from stages.evaluation.statistics import Interval
 from stages.reporting.tables import (
     Column,
     Row,

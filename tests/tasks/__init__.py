@@ -8,7 +8,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams, SplitParams
 from stages.core.tasks import load_task
-from stages.kit.data import prepared
+from stages.data import prepared
 from tests import ROOT
 
 TASKS = sorted(path.parent.name for path in ROOT.glob("stages/tasks/*/report.py"))

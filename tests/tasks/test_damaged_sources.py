@@ -19,7 +19,7 @@ from stages.core.tasks import load_task
 from stages.tasks.chat.sources import Reader
 from stages.tasks.detection.sources.rows import Reader as BoxReader
 from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
-from tests.kit.data.images import png
+from tests.data.images import png
 from tests.tasks import TASKS, asked_of_a_model, prepare, write_lines
 from tests.tasks.amr.test_sources import BAD, block
 from tests.tasks.chat.conversations import line, messages

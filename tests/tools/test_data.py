@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams
 from stages.core.tasks import load_task
-from stages.kit.data.prepared import prepare
+from stages.data.prepared import prepare
 from tests import ROOT
 from tests.stage_runs import read_params, write_params, write_workspace
 from tests.tasks.detection.written import PHOTOS, WRITERS, Photo

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerControl
 
 from stages.core.errors import UserError
-from stages.kit.memory.calibration import SHIPPED_PATH, Calibration, load_calibration
-from stages.kit.training.resume import seed_everything
+from stages.memory.calibration import SHIPPED_PATH, Calibration, load_calibration
+from stages.training.resume import seed_everything
 from tests import ROOT
 from tools.gpu import __main__ as gpu
 from tools.gpu import bench, measure

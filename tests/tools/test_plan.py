@@ -16,12 +16,12 @@ from stages.core.errors import UserError
 from stages.core.lineage import write_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, ExpertParams, Params
-from stages.kit.memory import predict as predictor
-from stages.kit.models.folders import GEOMETRIES_DIR
-from stages.kit.planning.plan import Plan
-from stages.kit.planning.prediction import Prediction
+from stages.memory import predict as predictor
+from stages.models.folders import GEOMETRIES_DIR
+from stages.planning.plan import Plan
+from stages.planning.prediction import Prediction
 from tests import ROOT
-from tests.kit.memory.test_fit import predicted as prediction_of
+from tests.memory.test_fit import predicted as prediction_of
 from tests.stage_runs import done, read_params, write_params, write_workspace
 from tools import plan as tool
 from tools.plan import available_data, available_inputs, root_base, same_source, trainable_recipes

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from stages.kit.data.parquet import read_rows
-from stages.kit.models.folders import check_model_folder
-from stages.kit.models.prompts import load_processor
+from stages.data.parquet import read_rows
+from stages.models.folders import check_model_folder
+from stages.models.prompts import load_processor
 from tools.tiny import scenes
 from tools.tiny.bases import BASES, TINY_DIR, untrained
 from tools.tiny.texts import files

@@ -20,13 +20,13 @@ from PIL import Image
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
-from stages.kit.data.conversation import message
+from stages.data.conversation import message
 from stages.tasks.amr.samples.graphs import read_graph
 from stages.tasks.detection.samples import read_split
 from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, draw_boxes
 from stages.tasks.moe.samples import Record, conversation
 from tests import ROOT
-from tests.kit.data.images import bomb
+from tests.data.images import bomb
 from tests.stage_runs import done, small_params, write_params
 from tests.tasks.moe.made_up import fact, meeting
 from tools.try_run import __main__ as command

@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError, join_truncated, listed
 from stages.core.lineage import short
 from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
-from stages.kit.planning.memory_use import stage_memory_path
+from stages.planning.memory_use import stage_memory_path
 from stages.reporting.runs import cards_dir
 from stages.reporting.sections import flattened
 

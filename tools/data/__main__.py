@@ -31,7 +31,7 @@ from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams, Params
 from stages.core.records import cut, nearest, publish_text
 from stages.core.tasks import load_task
-from stages.kit.data.prepared import prepare
+from stages.data.prepared import prepare
 from stages.reporting.page import inline_image
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.scoring.drawing import TRUTH_COLOUR, draw_boxes
@@ -168,9 +168,9 @@ def as_trained(
     if name is None or inputs is None or not inputs.has_tokenizer:
         return [("tokens", f"not counted: the base of profile {params.profile} is not fetched yet")], ""
     # Slow to import.
-    from stages.kit.models.load import load_config
-    from stages.kit.models.prompts import count_tokens, load_processor, samples_for, tokenizer_of
-    from stages.kit.training.batches import IGNORED, ConversationCollator
+    from stages.models.load import load_config
+    from stages.models.prompts import count_tokens, load_processor, samples_for, tokenizer_of
+    from stages.training.batches import IGNORED, ConversationCollator
 
     recipe, samples = params.recipe(name), load_task(task, "samples")
     processor = load_processor(inputs.config_dir, params.active.images)
@@ -206,7 +206,7 @@ def as_trained(
 def coloured(tokenizer: Any, row: Mapping[str, Any], recipe: str) -> str:
     """A batch of one sample as text. What counts in the loss is green and between brackets, which stay where there are
     no colours. A token that repeats, as an image's does, is written once."""
-    from stages.kit.training.batches import IGNORED
+    from stages.training.batches import IGNORED
 
     found = f"one training sample as {recipe} sees it, what counts in the loss in \u27e6 \u27e7:\n\n"
     pairs = zip(row["input_ids"][0].tolist(), row["labels"][0].tolist(), strict=True)

@@ -3,7 +3,7 @@
 Reads   nothing but this checkout: shipped recipes and profiles, on random weights in the published geometries
 Writes  .bakeoff/gpu/DEVICE-VERSIONS.json            the results; what has one is not measured again
         docs/gpu/DEVICE.md                           the same for people
-        stages/kit/memory/calibration.yaml           with --calibrate
+        stages/memory/calibration.yaml           with --calibrate
 Run     make gpu, make gpu BUDGET_S=540, make gpu ARGS=--dry-run, make gpu ARGS="--calibrate RESULTS", make bench
 
 First come facts and three trainings, which give speed and memory in ten minutes; then more trainings, generation,
@@ -38,9 +38,9 @@ from stages.core.environment import installed_packages, stage_environment
 from stages.core.errors import OUT_OF_MEMORY, UserError, configure_logging
 from stages.core.records import publish_text
 from stages.core.signals import end_with_parent
-from stages.kit.memory.calibration import SHIPPED_PATH, load_calibration
 from stages.launcher.gpus import leased_gpus, read_gpus
 from stages.launcher.process import cuda_of_torch, triton_dir
+from stages.memory.calibration import SHIPPED_PATH, load_calibration
 from tools.gpu.page import comparisons, constants, data, page, recalibrated
 
 log = logging.getLogger("stages")

@@ -24,19 +24,19 @@ from trl import SFTConfig, SFTTrainer
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, LimitParams
 from stages.core.tasks import load_task
-from stages.kit.data.prepared import prepare
-from stages.kit.evaluation.answer import completion_of, generate_answers
-from stages.kit.internals.accelerate_internals import reset_accelerator
-from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.adapters import load_trainable, lora_config
-from stages.kit.models.kernels import fused_kernels
-from stages.kit.models.load import load_base, load_config
-from stages.kit.models.prompts import load_processor, samples_for
-from stages.kit.planning.plan import Plan, resolve_plan
-from stages.kit.training.batches import ConversationCollator
-from stages.kit.training.features import frozen_features
-from stages.kit.training.kernels import prepare_kernels
-from stages.kit.training.resume import seed_everything
+from stages.data.prepared import prepare
+from stages.evaluation.answer import completion_of, generate_answers
+from stages.internals.accelerate_internals import reset_accelerator
+from stages.mixture.trainer import make_trainer
+from stages.models.adapters import load_trainable, lora_config
+from stages.models.kernels import fused_kernels
+from stages.models.load import load_base, load_config
+from stages.models.prompts import load_processor, samples_for
+from stages.planning.plan import Plan, resolve_plan
+from stages.training.batches import ConversationCollator
+from stages.training.features import frozen_features
+from stages.training.kernels import prepare_kernels
+from stages.training.resume import seed_everything
 
 TURNS = 2
 STEPS = 6

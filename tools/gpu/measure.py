@@ -39,23 +39,23 @@ from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams
 from stages.core.records import publish_text, read_settings, yaml_text
 from stages.core.signals import end_with_parent
-from stages.kit.evaluation.answer import answered_tokens
-from stages.kit.internals.torch_internals import chosen_attention, cpu_peak
-from stages.kit.memory.predict import MemoryPredictor, predict_generation
-from stages.kit.memory.stand_in import quantize_nf4, stand_in_batch, stand_in_processor
-from stages.kit.memory.step import Inference, from_features, one_batch_trainer
-from stages.kit.models.adapters import apply_recipe
-from stages.kit.models.kernels import fused_kernels, packed_attention, turn_off_cudnn_attention
-from stages.kit.models.load import check_device, new_model, resolve_attention
-from stages.kit.planning.cards import card_of
-from stages.kit.planning.ladder import prefill_batch_size
-from stages.kit.planning.memory_use import recognised_out_of_memory
-from stages.kit.planning.plan import Plan, resolve_plan
-from stages.kit.training.batches import FEATURES, packed
-from stages.kit.training.kernels import compiler_problem, prepare_kernels, refuse_wrong_kernels
-from stages.kit.training.resume import seed_everything
-from stages.kit.training.trainer import RecipeTrainer, lasting_tensors
+from stages.evaluation.answer import answered_tokens
+from stages.internals.torch_internals import chosen_attention, cpu_peak
 from stages.launcher.gpus import driver_version
+from stages.memory.predict import MemoryPredictor, predict_generation
+from stages.memory.stand_in import quantize_nf4, stand_in_batch, stand_in_processor
+from stages.memory.step import Inference, from_features, one_batch_trainer
+from stages.models.adapters import apply_recipe
+from stages.models.kernels import fused_kernels, packed_attention, turn_off_cudnn_attention
+from stages.models.load import check_device, new_model, resolve_attention
+from stages.planning.cards import card_of
+from stages.planning.ladder import prefill_batch_size
+from stages.planning.memory_use import recognised_out_of_memory
+from stages.planning.plan import Plan, resolve_plan
+from stages.training.batches import FEATURES, packed
+from stages.training.kernels import compiler_problem, prepare_kernels, refuse_wrong_kernels
+from stages.training.resume import seed_everything
+from stages.training.trainer import RecipeTrainer, lasting_tensors
 from tools.gpu.bench import compare_speed
 from tools.gpu.page import AMOUNTS
 from tools.plan import available_inputs, config_of_base

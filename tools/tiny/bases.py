@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from stages.core.records import published
-from stages.kit.data.conversation import Conversation
-from stages.kit.models.load import auto_class, load_config
-from stages.kit.models.prompts import load_processor
-from stages.kit.training.batches import ConversationCollator
-from stages.kit.training.resume import seed_everything
+from stages.data.conversation import Conversation
+from stages.models.load import auto_class, load_config
+from stages.models.prompts import load_processor
 from stages.tasks.moe.samples import DOMAINS, conversation
+from stages.training.batches import ConversationCollator
+from stages.training.resume import seed_everything
 from tools.tiny import exercises, knowledge, pointing
 from tools.tiny.scenes import OBJECTS
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from stages.kit.data.conversation import Conversation, message
+from stages.data.conversation import Conversation, message
 from stages.tasks.amr.samples import encode
 from tools.tiny.sentences import NAMES, WORDS, Node, draw, vocabulary
 

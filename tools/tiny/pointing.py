@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
-from stages.kit.data.conversation import Conversation, message
-from stages.kit.training.batches import IGNORED, ConversationCollator
+from stages.data.conversation import Conversation, message
 from stages.tasks.detection.samples.boxes import TARGET, Box, encode_boxes
+from stages.training.batches import IGNORED, ConversationCollator
 from tools.tiny.scenes import OBJECTS, Scene, draw_scene
 
 PATCH_PARTS, CELL_PARTS = 2, 4

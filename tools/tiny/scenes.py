@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from stages.kit.data.parquet import write_rows
+from stages.data.parquet import write_rows
 from stages.tasks.detection.samples.boxes import TARGET, Box
 
 Kind = Literal["objects", "front", "back"]

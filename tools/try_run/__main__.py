@@ -27,8 +27,8 @@ from stages.core.errors import OutOfMemory, UserError, configure_logging
 from stages.core.lineage import short
 from stages.core.params import load_params
 from stages.core.tasks import load_task
-from stages.kit.models.certificate import base_model, certified_model
-from stages.kit.planning.memory_use import recognised_out_of_memory
+from stages.models.certificate import base_model, certified_model
+from stages.planning.memory_use import recognised_out_of_memory
 from tools.try_run.forms import FORMS, Form, answer_format_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def load_models(params: Params, name: str, *, with_base: bool) -> list[LoadedMod
 
     Raises UserError if a model's files are not as recorded.
     """
-    from stages.kit.evaluation.answer import load_answerer
+    from stages.evaluation.answer import load_answerer
     from tools.try_run.page import LoadedModel
 
     root, answer_format = params.root(name) if with_base else None, answer_format_of(params, name)

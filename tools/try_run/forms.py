@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from stages.core.errors import UserError
 from stages.core.tasks import reader_of
-from stages.kit.data.conversation import Conversation, message
-from stages.kit.data.images import parse_image
-from stages.kit.data.texts import markup_problem
-from stages.kit.planning.plan import read_plan
+from stages.data.conversation import Conversation, message
+from stages.data.images import parse_image
+from stages.data.texts import markup_problem
+from stages.planning.plan import read_plan
 from stages.tasks.amr import predictions as amr
 from stages.tasks.amr.samples.graphs import Node, Reference, read_graph
 from stages.tasks.detection import sources as detection_sources
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from stages.core.params.schema import Params
-    from stages.kit.evaluation.answer import Answerer
+    from stages.evaluation.answer import Answerer
 
 
 Field = tuple[Literal["image", "line", "text"], str]
@@ -100,7 +100,7 @@ class DetectionForm(Form):
         return conversation(record, answered=False)
 
     def shown(self, question: Conversation, answer: str, answerer: Answerer) -> tuple[Image | None, str]:
-        from stages.kit.models.prompts import resizing
+        from stages.models.prompts import resizing
 
         (record,) = question.images
         assert isinstance(record, DetectionRecord)

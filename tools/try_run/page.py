@@ -12,13 +12,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from stages.core.errors import OutOfMemory, UserError
-from stages.kit.data.conversation import Conversation, message
-from stages.kit.data.images import FORMATS
-from stages.kit.planning.memory_use import recognised_out_of_memory
+from stages.data.conversation import Conversation, message
+from stages.data.images import FORMATS
+from stages.planning.memory_use import recognised_out_of_memory
 from tools.try_run.forms import Form, following
 
 if TYPE_CHECKING:
-    from stages.kit.evaluation.answer import Answerer
+    from stages.evaluation.answer import Answerer
 
 SUFFIXES = [f".{name.lower()}" for name in (*FORMATS, "JPG", "TIF")]
 
@@ -31,7 +31,7 @@ class LoadedModel:
 
 def answer(model: LoadedModel, question: Conversation) -> str:
     """Raises UserError for a question that is too long for the model."""
-    from stages.kit.models.prompts import encode
+    from stages.models.prompts import encode
 
     answerer = model.answerer
     settings, longest = answerer.settings, answerer.model.config.get_text_config().max_position_embeddings

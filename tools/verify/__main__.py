@@ -41,9 +41,9 @@ from stages.core.lineage import (
 )
 from stages.core.provenance import PROVENANCE_DIR, read_provenance
 from stages.core.records import read_plain, rebuild
-from stages.kit.mixture.certificate import BuildCertificate
-from stages.kit.models.certificate import MergeCertificate
 from stages.launcher.pipeline import DeclaredStage, declared_stages
+from stages.mixture.certificate import BuildCertificate
+from stages.models.certificate import MergeCertificate
 from tools.verify.rerun import files_of, rerun
 
 DATA_DIR = Path("data")

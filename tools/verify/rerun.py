@@ -24,10 +24,10 @@ from stages.core.params import load_params
 from stages.core.provenance import Provenance, read_provenance
 from stages.core.records import nearest, publish_text, read_settings, yaml_text
 from stages.core.signals import handling
-from stages.kit.planning.memory_use import StageMemory
 from stages.launcher.pipeline import DeclaredStage, declared_stages, source_of
 from stages.launcher.process import forwarded_signals
 from stages.launcher.record import SEEN_BY_STAGES
+from stages.planning.memory_use import StageMemory
 
 _STAGE_MEMORY = tuple(each.name for each in fields(StageMemory) if each.name.endswith("_bytes"))
 MEASURED = {

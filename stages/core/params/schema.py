@@ -80,7 +80,7 @@ class DeviceParams:
     memory_gb: Rate | None = None
     """Memory of one device in GB. Null on a CPU: this machine's memory, which its processes share."""
     card: Text | None = None
-    """The GPU by name, as in stages/kit/planning/cards.py: its usable memory and multiprocessors then count, rather
+    """The GPU by name, as in stages/planning/cards.py: its usable memory and multiprocessors then count, rather
     than the least and the most that cards of memory_gb have."""
 
     @property

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.core.errors import UserError, pluralize
-from stages.kit.data.conversation import Conversation
-from stages.kit.data.texts import UnreadableText, markup_problem
+from stages.data.conversation import Conversation
+from stages.data.texts import UnreadableText, markup_problem
 from stages.tasks.amr.samples import decode, question, repaired
 from stages.tasks.amr.samples.blocks import read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import Node, penman_lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.kit.statistics import corpus_f1
+from stages.evaluation.statistics import corpus_f1
 from stages.reporting.compare import Metric, Question, TaskReport
 
 REPORT = TaskReport(

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DatasetParams
-from stages.kit.data.texts import TEXT_METRICS, TextMetric
-from stages.kit.statistics import perplexity
+from stages.data.texts import TEXT_METRICS, TextMetric
+from stages.evaluation.statistics import perplexity
 from stages.reporting.compare import Metric, Question, TaskReport
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.kit.statistics import perplexity
+from stages.evaluation.statistics import perplexity
 from stages.reporting.compare import Metric, Question, TaskReport
 
 

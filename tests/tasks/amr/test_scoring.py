@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.data.parquet import write_rows
+from stages.data.parquet import write_rows
 from stages.tasks.amr import scoring
 from stages.tasks.amr.samples import ANSWER_FORMATS, SEPARATOR, Record, encode, parse_record
 from stages.tasks.amr.scoring import PREDICTIONS, draw_prediction, score

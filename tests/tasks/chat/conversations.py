@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from stages.kit.data.texts import TextMetric
+from stages.data.texts import TextMetric
 from stages.tasks.chat.samples import Message, MessageImage, Record
-from tests.kit.data.images import png
+from tests.data.images import png
 
 
 def messages(question: str, answer: str, system: str | None = None) -> list[dict[str, str]]:

@@ -2,7 +2,7 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DatasetParams
-from stages.kit.data.texts import TEXT_METRICS, TextMetric
+from stages.data.texts import TEXT_METRICS, TextMetric
 from stages.tasks.chat.report import report_for
 from stages.tasks.chat.scoring import COLUMNS, PREDICTIONS
 

@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages.core.errors import UserError
-from stages.kit.data.prepared import to_row
-from stages.kit.models.prompts import count_tokens, encode, rendered, tokenizer_of
+from stages.data.prepared import to_row
+from stages.models.prompts import count_tokens, encode, rendered, tokenizer_of
 from stages.tasks.chat.samples import SCHEMA, Message, Record, conversation, probes, read_split
 from tests.tasks.chat.conversations import with_images
 from tests.tiny_families import TEMPLATES, VISION, processor_for, tokenizer_for

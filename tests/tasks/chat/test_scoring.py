@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.data.parquet import read_rows, write_rows
-from stages.kit.data.texts import TextMetric
-from stages.kit.evaluation.likelihood import AnswerLikelihood
-from stages.kit.evaluation.score import summary
+from stages.data.parquet import read_rows, write_rows
+from stages.data.texts import TextMetric
+from stages.evaluation.likelihood import AnswerLikelihood
+from stages.evaluation.score import summary
 from stages.tasks.chat import scoring
 from stages.tasks.chat.samples import field_accuracy, json_fields
 from stages.tasks.chat.scoring import PREDICTIONS, candidates, draw_prediction, ordered_by, score

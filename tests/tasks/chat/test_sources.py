@@ -12,7 +12,7 @@ from PIL import Image
 from stages.tasks.chat.samples import Message, Record, image_problems, order_problems, read_split
 from stages.tasks.chat.sources import ParsedConversation, Reader, parse_conversation
 from tests.damage import VALUES, damaged_tree, quick
-from tests.kit.data.images import bomb, png
+from tests.data.images import bomb, png
 from tests.tasks import prepare, refusal, write_lines
 from tests.tasks.chat.conversations import line, messages
 
@@ -245,7 +245,7 @@ def test_folders_of_both_forms_or_of_neither_are_refused(tmp_path: Path) -> None
 def test_the_hub_is_read_at_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("train-00000-of-00001", 1), ("test-00000-of-00001", 2)):
         write_table(tmp_path / f"hub/data/{name}.parquet", line(number))
-    monkeypatch.setattr("stages.kit.data.sources.fetch_snapshot", lambda *_, **__: (tmp_path / "hub", "f" * 40))
+    monkeypatch.setattr("stages.data.sources.fetch_snapshot", lambda *_, **__: (tmp_path / "hub", "f" * 40))
     stats = prepare("chat", "hub:someone/talks@main", out_dir=tmp_path / "out")
     assert stats["source"] == f"hub:someone/talks@{'f' * 40}"
     assert stats["validation"] == "test-00000-of-00001.parquet"

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.samples.boxes import Box
 from stages.tasks.detection.sources.rows import BoxForm, Reader, Row, parse_row
-from tests.kit.data.images import png
+from tests.data.images import png
 
 FORM = BoxForm(order="yxyx", unit="share")
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stages.core.families import FAMILIES as ALL
-from stages.kit.data.prepared import to_row
+from stages.data.prepared import to_row
 from stages.tasks.detection.samples import SCHEMA, DetectionRecord, ForModel
 from stages.tasks.detection.samples.boxes import Box, codec, decode_boxes, encode_boxes, reading_order
 from stages.tasks.detection.sources import row_of
 from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, Reader, parse_row
 from tests.damage import damaged_bytes, damaged_text, damaged_tree, quick
-from tests.kit.data.images import RED, patch_jpeg, png
+from tests.data.images import RED, patch_jpeg, png
 from tests.tasks.detection.rows import FORM, parsed, raw_row, record, row
 
 FAMILIES = [name for name, family in ALL.items() if family.vision and family.vision.boxes]

@@ -14,7 +14,7 @@ from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.samples.boxes import Box, encode_boxes
 from stages.tasks.detection.scoring import failure, matched_ious, pairwise_iou, score
 from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, TRUTH_COLOUR, draw_prediction
-from tests.kit.data.images import png
+from tests.data.images import png
 from tests.tasks.detection.rows import record
 
 # All in halves and quarters, so that their IoUs are exact and a threshold can be met to the bit.

@@ -12,7 +12,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.tasks.detection.samples import DetectionRecord, ForModel, read_split
 from stages.tasks.detection.sources.rows import Reader
-from tests.kit.data.images import bomb, patch_jpeg, png
+from tests.data.images import bomb, patch_jpeg, png
 from tests.tasks import prepare
 from tests.tasks.detection.rows import row, write_dataset
 from tests.tasks.detection.written import CLASSES, COLUMNS, PHOTOS, WRITERS, Photo, Photos, write_voc

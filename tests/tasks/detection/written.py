@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from stages.tasks.detection.samples.boxes import Box
 from stages.tasks.detection.sources.rows import Columns
-from tests.kit.data.images import patch_jpeg, png
+from tests.data.images import patch_jpeg, png
 
 CLASSES = ("cup", "red lid", "Nährwerte")
 

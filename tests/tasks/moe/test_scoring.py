@@ -9,11 +9,11 @@ from dvc.scm import Git
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.data.parquet import read_rows, write_rows
-from stages.kit.evaluation.likelihood import AnswerLikelihood
-from stages.kit.evaluation.score import rouge
-from stages.kit.mixture.certificate import Routing
+from stages.data.parquet import read_rows, write_rows
+from stages.evaluation.likelihood import AnswerLikelihood
+from stages.evaluation.score import rouge
 from stages.launcher.pipeline import declared_stages
+from stages.mixture.certificate import Routing
 from stages.tasks.moe.samples import Record
 from stages.tasks.moe.scoring import (
     BLEURT_DIR,

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from stages.core.lineage import read_lineage, write_lineage
-from stages.kit.models.certificate import MergeCertificate
+from stages.models.certificate import MergeCertificate
 from tests.damage import flip
 from tests.launcher.small_checkout import CALLER
 from tests.made_up_records import BUILD_CERTIFICATE

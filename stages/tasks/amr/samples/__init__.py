@@ -24,10 +24,10 @@ import pyarrow as pa
 
 from stages.core.errors import UserError
 from stages.core.families import require_text
-from stages.kit.data.conversation import Conversation, message
-from stages.kit.data.near import Description, describe_text
-from stages.kit.data.prepared import read_prepared
-from stages.kit.data.texts import same_text
+from stages.data.conversation import Conversation, message
+from stages.data.near import Description, describe_text
+from stages.data.prepared import read_prepared
+from stages.data.texts import same_text
 from stages.tasks.amr.samples.blocks import read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import (
     MalformedGraph,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stages.kit.data.texts import read_text
+from stages.data.texts import read_text
 
 _COMMENT = re.compile(r"\s*#")
 _SENTENCE = re.compile(r"\s*#\s*::snt(?:\s+(?P<sentence>.*))?\Z", re.DOTALL)

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from stages.kit.evaluation.score import INK, PREDICTION_INK, TRUTH_INK, Lines, first_lines, text_image, wrapped
-from stages.kit.statistics import bootstrap, corpus_f1
+from stages.evaluation.score import INK, PREDICTION_INK, TRUTH_INK, Lines, first_lines, text_image, wrapped
+from stages.evaluation.statistics import bootstrap, corpus_f1
 from stages.tasks.amr.samples import Record, decode, repaired
 from stages.tasks.amr.samples.graphs import Node, canonical, penman_line, penman_lines, read_graph
 from stages.tasks.amr.scoring.smatch import TIME_LIMIT_S, as_written, best_match, normalized, triples_of

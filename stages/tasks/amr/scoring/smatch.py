@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import coo_matrix
 
-from stages.kit.statistics import Floats
+from stages.evaluation.statistics import Floats
 from stages.tasks.amr.samples.graphs import Node, Reference
 
 NOT_INVERSE = frozenset({"prep-on-behalf-of", "prep-out-of", "consist-of"})

@@ -11,9 +11,9 @@ from typing import Any
 from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams
 from stages.core.tasks import NoSettings
-from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files
-from stages.kit.data.sources import Place, source_folder
-from stages.kit.data.texts import markup_problem
+from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
+from stages.data.sources import Place, source_folder
+from stages.data.texts import markup_problem
 from stages.tasks.amr.samples import ANSWER_FORMATS, SCHEMA, Record, encode, parse_record
 from stages.tasks.amr.samples.blocks import Block, read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import MalformedGraph

@@ -17,11 +17,11 @@ from PIL import Image
 
 from stages.core.families import family_of
 from stages.core.records import shown
-from stages.kit.data.conversation import Conversation, message
-from stages.kit.data.images import ImageRecord
-from stages.kit.data.near import Description, describe_text
-from stages.kit.data.prepared import IMAGE_COLUMN, read_prepared, to_row
-from stages.kit.data.texts import TextMetric, same_text
+from stages.data.conversation import Conversation, message
+from stages.data.images import ImageRecord
+from stages.data.near import Description, describe_text
+from stages.data.prepared import IMAGE_COLUMN, read_prepared, to_row
+from stages.data.texts import TextMetric, same_text
 
 SCHEMA = pa.schema(
     [

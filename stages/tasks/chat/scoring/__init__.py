@@ -12,14 +12,14 @@ import sacrebleu
 from PIL import Image
 
 from stages.core.errors import UserError
-from stages.kit.data.conversation import Conversation
-from stages.kit.data.texts import TextMetric
-from stages.kit.evaluation.score import draw_answer, rouge, token_f1
-from stages.kit.statistics import figures, perplexity
+from stages.data.conversation import Conversation
+from stages.data.texts import TextMetric
+from stages.evaluation.score import draw_answer, rouge, token_f1
+from stages.evaluation.statistics import figures, perplexity
 from stages.tasks.chat.samples import Record, conversation, field_accuracy, json_fields
 
 if TYPE_CHECKING:
-    from stages.kit.evaluation.likelihood import AnswerLikelihood
+    from stages.evaluation.likelihood import AnswerLikelihood
 
 COLUMNS: dict[TextMetric, tuple[str, ...]] = {
     "exact": ("exact",),

@@ -22,11 +22,11 @@ from stages.core.errors import UserError, pluralize
 from stages.core.given_files import given_files, require_own
 from stages.core.params.schema import DatasetParams, Text
 from stages.core.records import STRICT, cut, dotted, shown
-from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
-from stages.kit.data.parquet import read_rows
-from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files
-from stages.kit.data.sources import READ_ON, Place, describe_folder, parquet_folder
-from stages.kit.data.texts import SURROGATE, TEXT_METRICS, TextMetric, json_lines, markup_problem, read_text
+from stages.data.images import MAX_IMAGE_PIXELS, parse_image
+from stages.data.parquet import read_rows
+from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
+from stages.data.sources import READ_ON, Place, describe_folder, parquet_folder
+from stages.data.texts import SURROGATE, TEXT_METRICS, TextMetric, json_lines, markup_problem, read_text
 from stages.tasks.chat.samples import (
     IMAGES,
     SCHEMA,

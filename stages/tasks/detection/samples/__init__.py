@@ -10,9 +10,9 @@ from typing import Any, Literal
 import pyarrow as pa
 from PIL import Image, ImageDraw
 
-from stages.kit.data.conversation import Conversation, message
-from stages.kit.data.images import ImageRecord
-from stages.kit.data.prepared import read_prepared
+from stages.data.conversation import Conversation, message
+from stages.data.images import ImageRecord
+from stages.data.prepared import read_prepared
 from stages.tasks.detection.samples.boxes import (
     TARGET,
     AnswerForm,

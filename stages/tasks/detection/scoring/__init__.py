@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 from scipy.optimize import linear_sum_assignment
 
-from stages.kit.statistics import Floats, figures
+from stages.evaluation.statistics import Floats, figures
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.samples.boxes import Box, Decoded, codec_of, decode_boxes
 from stages.tasks.detection.scoring.drawing import draw_prediction as draw_prediction

@@ -15,10 +15,10 @@ from stages.core.errors import UserError, join_truncated, listed
 from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams, SplitParams
 from stages.core.records import cut, nearest, shown
-from stages.kit.data.parquet import read_schema
-from stages.kit.data.prepared import RawDataset, Rules, Sample
-from stages.kit.data.sources import READ_ON, describe_folder, files_by_split, parquet_folder, read_parquet_files
-from stages.kit.data.texts import markup_problem
+from stages.data.parquet import read_schema
+from stages.data.prepared import RawDataset, Rules, Sample
+from stages.data.sources import READ_ON, describe_folder, files_by_split, parquet_folder, read_parquet_files
+from stages.data.texts import markup_problem
 from stages.tasks.detection.samples import SCHEMA, DetectionRecord
 from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
 from stages.tasks.detection.sources import coco, voc, yolo

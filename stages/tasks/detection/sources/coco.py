@@ -15,8 +15,8 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from stages.core.records import problems, shown
-from stages.kit.data.sources import Place
-from stages.kit.data.texts import UnreadableText
+from stages.data.sources import Place
+from stages.data.texts import UnreadableText
 from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
 from stages.tasks.detection.sources.rows import BoxForm
 

@@ -13,12 +13,12 @@ from typing import Any
 from stages.core.errors import UserError
 from stages.core.given_files import require_own
 from stages.core.params.schema import SplitParams
-from stages.kit.data.sources import VALIDATION, Place, named_files
-from stages.kit.data.texts import UnreadableText, read_text
+from stages.data.sources import VALIDATION, Place, named_files
+from stages.data.texts import UnreadableText, read_text
 from stages.tasks.detection.sources.rows import Row
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-"""Suffixes of images; those of a format that stages.kit.data.images does not open are refused by name."""
+"""Suffixes of images; those of a format that stages.data.images does not open are refused by name."""
 MAX_BYTES = 2**30
 """Largest file that is read."""
 SPLIT_WORDS = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}

@@ -11,8 +11,8 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.params.schema import Text
 from stages.core.records import STRICT, cut, shown
-from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
-from stages.kit.data.texts import markup_problem
+from stages.data.images import MAX_IMAGE_PIXELS, parse_image
+from stages.data.texts import markup_problem
 from stages.tasks.detection.samples import PROMPT, DetectionRecord, ScoredBoxes
 from stages.tasks.detection.samples.boxes import TARGET, AnswerForm, Box
 

@@ -14,8 +14,8 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from stages.core.records import shown
-from stages.kit.data.sources import Place
-from stages.kit.data.texts import UnreadableText
+from stages.data.sources import Place
+from stages.data.texts import UnreadableText
 from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
 from stages.tasks.detection.sources.rows import BoxForm
 

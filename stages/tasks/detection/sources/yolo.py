@@ -17,8 +17,8 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError, pluralize
 from stages.core.records import read_settings
-from stages.kit.data.sources import Place
-from stages.kit.data.texts import EmptyText, UnreadableText
+from stages.data.sources import Place
+from stages.data.texts import EmptyText, UnreadableText
 from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
 from stages.tasks.detection.sources.rows import BoxForm
 

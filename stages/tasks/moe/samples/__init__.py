@@ -1,7 +1,7 @@
 """Questions, some about a transcript, with right and wrong answers: the records, and the question to a model.
 
 The task `moe` has the data and scores that show whether a mixture of experts keeps what its experts know; mixtures
-themselves are stages/kit/mixture.
+themselves are stages/mixture.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pyarrow as pa
 
 from stages.core.errors import UserError
 from stages.core.families import require_text
-from stages.kit.data.conversation import Conversation, message
-from stages.kit.data.near import Description, describe_text
-from stages.kit.data.prepared import read_prepared
-from stages.kit.data.texts import same_text
+from stages.data.conversation import Conversation, message
+from stages.data.near import Description, describe_text
+from stages.data.prepared import read_prepared
+from stages.data.texts import same_text
 
 Domain = Literal["truthfulqa", "qmsum"]
 DOMAINS: tuple[Domain, ...] = ("truthfulqa", "qmsum")

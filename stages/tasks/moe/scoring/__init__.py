@@ -17,15 +17,15 @@ import sacrebleu
 from PIL import Image
 
 from stages.core.errors import UserError
-from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.score import draw_answer, rouge
-from stages.kit.models.folders import check_model_folder
-from stages.kit.statistics import UNAVAILABLE, figures, perplexity
+from stages.data.conversation import Conversation
+from stages.evaluation.score import draw_answer, rouge
+from stages.evaluation.statistics import UNAVAILABLE, figures, perplexity
+from stages.models.folders import check_model_folder
 from stages.tasks.moe.samples import DOMAINS, Record, answered_with
 
 if TYPE_CHECKING:
-    from stages.kit.evaluation.likelihood import AnswerLikelihood
-    from stages.kit.mixture.certificate import Routing
+    from stages.evaluation.likelihood import AnswerLikelihood
+    from stages.mixture.certificate import Routing
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 MEANS = {

@@ -20,9 +20,9 @@ from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams
 from stages.core.records import dotted, shown
 from stages.core.tasks import NoSettings
-from stages.kit.data.prepared import RawDataset, Rules, Sample, read_origin, read_text_files
-from stages.kit.data.sources import READ_ON, Place, describe_folder, source_folder
-from stages.kit.data.texts import SURROGATE, json_lines, markup_problem, read_text
+from stages.data.prepared import RawDataset, Rules, Sample, read_origin, read_text_files
+from stages.data.sources import READ_ON, Place, describe_folder, source_folder
+from stages.data.texts import SURROGATE, json_lines, markup_problem, read_text
 from stages.tasks.moe.samples import SCHEMA, Domain, Record, read_split
 
 COLUMNS = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")

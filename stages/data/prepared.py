@@ -1,0 +1,455 @@
+"""Prepared datasets: from samples as a task reads them to the splits that training and evaluation read, and back.
+
+A prepared folder holds stats.json and a parquet file of each split: train, val, and test or selection if there is one.
+It appears only once every check has passed: each sample well-formed, no split empty, and no subject in two of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, Protocol, TypeVar
+
+import pyarrow as pa
+from pydantic import ConfigDict
+
+from stages.core.errors import UserError, join_truncated, listed, pluralize
+from stages.core.params.schema import DataParams, DatasetParams, LimitParams
+from stages.core.records import published, read_record, rebuild
+from stages.core.tasks import reader_of
+from stages.data.images import ImageRecord
+from stages.data.near import Description, near_duplicates
+from stages.data.parquet import read_rows, read_schema, write_rows
+from stages.data.sources import READ_ON, Place, WrongSplit, files_by_split
+from stages.data.texts import UnreadableText
+
+STATS_FILE = "stats.json"
+IMAGE_COLUMN = "images"
+"""The column of the images that conversations show, one or several a row."""
+SPLITS = ("train", "val", "test", "selection")
+MAX_UNUSED = 20
+"""Unused files named in stats.json and in the log; the rest are counted."""
+
+log = logging.getLogger("stages")
+T = TypeVar("T")
+
+
+class Record(Protocol):
+    """A sample of any task."""
+
+    def subject(self) -> str:
+        """A digest, equal for records that may not be in two splits."""
+
+    def content(self) -> Sequence[Any]:
+        """All fields but where the record was read, as JSON values; the first names the record in messages."""
+
+    def description(self) -> Description:
+        """A description by which near-duplicates are found (`near`)."""
+
+
+R = TypeVar("R", bound=Record)
+Sample = tuple[Place, R | list[str]]
+"""The place of a sample, and its record, or every problem that keeps the sample or a whole file from being one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules(Generic[R]):
+    """Properties of a task's datasets."""
+
+    schema: pa.Schema
+    """Columns of the prepared splits: attributes of the records."""
+    summary: Callable[[str, Sequence[R]], Mapping[str, Any]]
+    """Figures for stats.json from a split's name and its records, at least one."""
+    expected: str
+    """The files that the task reads, for messages."""
+    subject: str
+    """A word for what may not be in two splits."""
+    held_out: float
+    """Share of the subjects that becomes the validation split of a dataset that has none: always the same ones."""
+    adapt: Callable[[str, R], R] = lambda _, record: record
+    """Changes a record of the split of that name before it is written."""
+
+
+@dataclass(kw_only=True)
+class RawDataset(Generic[R]):
+    """A dataset as a task reads it."""
+
+    rules: Rules[R]
+    source: str
+    """With the full commit of a hub dataset."""
+    splits: Mapping[str, Iterable[Sample[R]]]
+    """`train`, and `val` and `test` if the dataset has them; read while they are iterated over. `selection` only if it
+    is not to be set aside here."""
+    validation: str | None = None
+    """A description of the validation split; None if files named after splits say enough, or there is none yet."""
+    files: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The files of each split, by name; the others' are the training split's."""
+    unused_files: Callable[[], Sequence[str]] = tuple
+    """Names of files that no split took, called once all are read."""
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The datasets that a mix consists of, by name: `source`, `asked` (training samples to take at most; None: all),
+    `available` and `taken`."""
+
+    def records(self) -> Iterator[R]:
+        for samples in self.splits.values():
+            yield from (record for _, record in samples if not isinstance(record, list))
+
+    def mapped(self, change: Callable[[R], R]) -> RawDataset[R]:
+        """The dataset with every record changed, which is read for it."""
+
+        def changed(samples: Iterable[Sample[R]]) -> list[Sample[R]]:
+            return [(place, each if isinstance(each, list) else change(each)) for place, each in samples]
+
+        return replace(self, splits={split: changed(samples) for split, samples in self.splits.items()})
+
+
+def read_text_files(
+    dataset: DatasetParams,
+    folder: Path,
+    files: Sequence[Path],
+    read: Callable[[Path], Iterable[Sample[R]]],
+    rules: Rules[R],
+    *,
+    named_train: bool = True,
+) -> RawDataset[R]:
+    """The files of each split, read by `read`, which may raise UnreadableText before its first sample.
+
+    files, named_train: as of `files_by_split`.
+    """
+    chosen = files_by_split(folder, files, dataset.splits, expected=rules.expected, named_train=named_train)
+
+    def readable(path: Path) -> Iterator[Sample[R]]:
+        try:
+            yield from read(path)
+        except UnreadableText as error:
+            yield Place(path.name), [str(error)]
+
+    used = {path for paths in chosen.values() for path in paths}
+    names = {split: [path.name for path in paths] for split, paths in chosen.items()}
+    return RawDataset(
+        rules=rules,
+        source=dataset.source,
+        splits={split: [sample for path in paths for sample in readable(path)] for split, paths in chosen.items()},
+        validation=", ".join(names["val"]) if "val" in names else None,
+        files=names,
+        unused_files=lambda: [path.name for path in files if path not in used],
+    )
+
+
+def prepare(
+    sources: ModuleType, dataset: DatasetParams, data: DataParams, out_dir: Path, *, path: str
+) -> dict[str, Any]:
+    """Read and check a dataset and write it, whole or not at all, to `out_dir`. Returns the content of stats.json.
+
+    sources: the task's module of that name. path: the dataset's own in params.yaml, for messages.
+    """
+    reader = reader_of(sources, dataset, path)
+    try:
+        if dataset.mix:
+            raw = sources.mix(dataset.mix, out_dir.parent, with_selection=data.selection > 0)
+        else:
+            raw = sources.read(dataset, reader)
+    except WrongSplit as error:
+        raise UserError(f"params.yaml: {path}.{error.message}") from None
+    return write_prepared(raw, out_dir, data, dataset.limit)
+
+
+def write_prepared(
+    dataset: RawDataset[R], out_dir: Path, data: DataParams, limit: LimitParams | None = None
+) -> dict[str, Any]:
+    """Check a dataset and write it, whole or not at all, to `out_dir`. Samples are held in memory without images.
+
+    data.skip_invalid: leave out invalid samples, and samples whose subject is in a split that is scored later, counted
+    and listed in stats.json, instead of refusing them. data.selection: about this share of the training subjects
+    becomes the selection split: always the same ones. limit: at most this many records of a split, chosen by content.
+    Returns the content of stats.json. Raises UserError if samples are invalid, a split is empty or a subject is in
+    two splits.
+    """
+    preparation = _Preparation(dataset, data)
+    with published(out_dir) as folder:
+        for split, records in preparation.records():
+            taken = preparation.splits[split].rows(records, getattr(limit, split, None), split, dataset.rules)
+            write_rows(taken, folder / f"{split}.parquet", dataset.rules.schema)
+        preparation.check()
+        stats = preparation.stats()
+        text = json.dumps(stats, indent=2, ensure_ascii=False)
+        (folder / STATS_FILE).write_text(text + "\n", encoding="utf-8")
+    if stats["validation"]:
+        log.info("validation split: %s", stats["validation"])
+    if unused := stats["unused_files"]:
+        log.warning("not read: %s", ", ".join(unused))
+    if near := preparation.near:
+        words, samples = join_truncated(near_words(near), 1), pluralize(len(near), "sample")
+        log.warning("%s may make scores too good, near-duplicates of another split: %s", samples, words)
+    for name, read in preparation.splits.items():
+        if read.leaked:
+            others = " and ".join(sorted({other for _, other, _, _ in read.leaked}))
+            log.warning("%s of %s left out: in %s too", pluralize(len(read.leaked), "sample"), name, others)
+    return stats
+
+
+@dataclass
+class _Split(Generic[R]):
+    """A split as far as it was read."""
+
+    records: list[R] = field(default_factory=list)
+    """The records that were written, without images."""
+    num_valid: int = 0
+    """Valid samples, before any is left out for another reason."""
+    invalid: list[tuple[Place, str]] = field(default_factory=list)
+    """One entry a problem; a sample can have several."""
+    invalid_rows: int = 0
+    leaked: list[tuple[Place, str, Place, str]] = field(default_factory=list)
+    """Samples whose subject is in another split: their place, that split, its place there, and a name."""
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def valid(self, samples: Iterable[Sample[R]]) -> Iterator[tuple[Place, R]]:
+        for place, record in samples:
+            if isinstance(record, list):
+                self.invalid += [(place, problem) for problem in record]
+                self.invalid_rows += 1
+            else:
+                self.num_valid += 1
+                yield place, record
+
+    def rows(self, records: Iterable[R], limit: int | None, name: str, rules: Rules[R]) -> Iterator[dict[str, Any]]:
+        for record in self._limited(records, limit):
+            adapted = rules.adapt(name, record)
+            self.digest.update(json.dumps(adapted.content()).encode())
+            self.records.append(replace(adapted, image=b"") if isinstance(adapted, ImageRecord) else adapted)
+            yield to_row(adapted, rules.schema)
+
+    def _limited(self, records: Iterable[R], limit: int | None) -> Iterable[R]:
+        """At most this many of the records, chosen by a digest of their content, in their order."""
+        if limit is None:
+            return records
+
+        def digest(numbered: tuple[int, R]) -> bytes:
+            return hashlib.sha256(json.dumps(numbered[1].content()).encode()).digest()
+
+        return [record for _, record in sorted(heapq.nsmallest(limit, enumerate(records), key=digest))]
+
+
+class _Preparation(Generic[R]):
+    """The samples of a dataset on their way to its splits."""
+
+    def __init__(self, dataset: RawDataset[R], data: DataParams) -> None:
+        self.dataset, self.rules, self.data = dataset, dataset.rules, data
+        names = {"train", "val", *dataset.splits, *(["selection"] if data.selection else [])}
+        self.splits: dict[str, _Split[R]] = {name: _Split() for name in SPLITS if name in names}
+        self.described: dict[str, list[tuple[Place, Description]]] = {}
+        """The place and description of each sample of a split, in the order in which splits are read."""
+        self.near: list[tuple[str, Place, str, Place]] = []
+        """Near-duplicates in two splits, once all are read."""
+
+    def records(self) -> Iterator[tuple[str, Iterator[R]]]:
+        """Each split with its records, to be consumed in this order: of a subject in two splits, the first keeps it."""
+        samples = {split: self.splits[split].valid(given) for split, given in self.dataset.splits.items()}
+        if "val" not in samples:
+            samples |= self._hold_out(list(samples["train"]))
+        seen: dict[str, tuple[str, Place]] = {}
+        self.described = {split: [] for split in ("test", "val", "selection", "train")}
+        aside: list[R] = []
+        share = 0.0 if "selection" in samples else self.data.selection
+
+        def without_leaks(split: str) -> Iterator[R]:
+            for place, record in samples[split]:
+                other, there = seen.setdefault(record.subject(), (split, place))
+                if other != split:
+                    self.splits[split].leaked.append((place, other, there, str(record.content()[0])))
+                    continue
+                digest = hashlib.sha256(f"selection {record.subject()}".encode()).digest()
+                set_aside = split == "train" and int.from_bytes(digest[:4], "big") < share * 2**32
+                self.described["selection" if set_aside else split].append((place, record.description()))
+                if set_aside:
+                    aside.append(record)
+                else:
+                    yield record
+
+        yield from ((split, without_leaks(split)) for split in self.described if split in samples)
+        if "selection" not in samples and "selection" in self.splits:
+            yield "selection", iter(aside)
+
+    def _hold_out(self, valid: Sequence[tuple[Place, R]]) -> dict[str, Iterator[tuple[Place, R]]]:
+        """The training samples in two. All samples of a subject are on one side; the order within a side stays."""
+        self._refuse_invalid(["train"])
+        subjects = sorted({record.subject() for _, record in valid})  # digests, so their order is random
+        if len(subjects) < 2:
+            found = pluralize(len(subjects), self.rules.subject)
+            raise UserError(
+                f"{self.dataset.source} has only {found} to train on, and no validation files; expected at least 2, to "
+                "hold one out"
+            )
+        held = set(subjects[: max(1, round(len(subjects) * self.rules.held_out))])
+        return {
+            "train": (sample for sample in valid if sample[1].subject() not in held),
+            "val": (sample for sample in valid if sample[1].subject() in held),
+        }
+
+    def check(self) -> None:
+        """Raises UserError if samples are invalid or leaked and not to be skipped, or a split is empty."""
+        self._refuse_invalid(self.splits)
+        leaked = [
+            f"{name} and {other}: {place} and {there}: {subject}"
+            for name, split in self.splits.items()
+            for place, other, there, subject in split.leaked
+        ]
+        if leaked and not self.data.skip_invalid:
+            raise UserError(
+                f"{self.dataset.source} has {pluralize(len(leaked), 'sample')} whose {self.rules.subject} is in "
+                f"another split too, which makes scores worthless:\n{listed(leaked)}\n"
+                "Remove each from one of them, or set data.skip_invalid: true in params.yaml, which keeps it in test "
+                "rather than val, and in val rather than train"
+            )
+        self.near = list(near_duplicates(self.described))
+        if self.near and self.data.near_duplicates == "refuse":
+            raise UserError(
+                f"{self.dataset.source} has {pluralize(len(self.near), 'near-duplicate')} in two splits:\n"
+                f"{listed(near_words(self.near))}\n"
+                "Remove each from one of them, or set data.near_duplicates: count in params.yaml"
+            )
+        for name, split in self.splits.items():
+            if not split.records:
+                left_out = split.invalid_rows + len(split.leaked)
+                why = f"; {pluralize(left_out, 'sample')} left out" if left_out else ""
+                raise UserError(
+                    f"{self.dataset.source} has no valid sample in the split {name}{why}; expected at least one"
+                )
+
+    def _refuse_invalid(self, names: Iterable[str]) -> None:
+        splits = {name: self.splits[name] for name in names}
+        invalid = [f"{place}: {problem}" for split in splits.values() for place, problem in split.invalid]
+        empty = " and ".join(name for name, split in splits.items() if split.invalid and not split.num_valid)
+        if not invalid or (self.data.skip_invalid and not empty):
+            return
+        found = pluralize(sum(split.invalid_rows for split in splits.values()), "invalid sample")
+        if empty:
+            expected = f"Expected: {self.rules.expected}; {READ_ON}"
+            advice = f"Nothing of {empty} is valid, so data.skip_invalid is no help. {expected}"
+        else:
+            advice = "Correct them, or leave them out with data.skip_invalid: true in params.yaml"
+        raise UserError(
+            f"{self.dataset.source} has {found} (rows count from 0, lines from 1):\n{listed(invalid)}\n{advice}"
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """The content of stats.json."""
+        unused = sorted(self.dataset.unused_files())
+        share, subject = self.rules.held_out, self.rules.subject
+        held_out = f"{share:.0%} of what the training files hold, by a digest of each {subject}"
+        more = [f"{len(unused) - MAX_UNUSED:,} more"] if len(unused) > MAX_UNUSED else []
+        return {
+            "source": self.dataset.source,
+            "validation": self.dataset.validation if "val" in self.dataset.splits else held_out,
+            "unused_files": unused[:MAX_UNUSED] + more,
+            **({"parts": self.dataset.parts} if self.dataset.parts else {}),
+            **({"near_duplicates": near_words(self.near)} if self.near else {}),
+            "splits": {name: self._split_stats(name, split) for name, split in self.splits.items()},
+        }
+
+    def _split_stats(self, name: str, split: _Split[R]) -> dict[str, Any]:
+        files = self.dataset.files.get(name, self.dataset.files.get("train"))
+        return {
+            "records": len(split.records),
+            **({"files": list(files)} if files is not None else {}),
+            **self.rules.summary(name, split.records),
+            "digest": f"sha256:{split.digest.hexdigest()}",
+            "invalid_rows": split.invalid_rows,
+            "invalid": [{"file": at.file, at.unit: at.number, "problem": problem} for at, problem in split.invalid],
+            "leaked_rows": len(split.leaked),
+            "leaked": [{name: str(place), other: str(there)} for place, other, there, _ in split.leaked],
+        }
+
+
+def near_words(near: Sequence[tuple[str, Place, str, Place]]) -> list[str]:
+    return [f"{split} {place} resembles {other} {there}" for split, place, other, there in near]
+
+
+def to_row(record: Any, schema: pa.Schema) -> dict[str, Any]:
+    """A record as a row of a prepared split: its attributes of the columns' names."""
+    return {name: getattr(record, name) for name in schema.names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A dataset of a mix."""
+
+    source: str
+    asked: int | None
+    """Training samples to take at most; None for all."""
+
+    __pydantic_config__ = ConfigDict(strict=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The source of a prepared dataset."""
+
+    source: str
+    """With the full commit of a hub dataset."""
+    parts: dict[str, Part] = field(default_factory=dict)
+    """The datasets of a mix, by name."""
+
+    __pydantic_config__ = ConfigDict(strict=True)
+
+
+def read_origin(prepared_dir: Path) -> Origin:
+    """Reads stats.json. Raises UserError if it is missing or damaged."""
+    return read_record(Origin, prepared_dir / STATS_FILE, fix=rebuild(f"prepare@{prepared_dir.name}"))
+
+
+def shows_images(prepared_dir: Path) -> bool:
+    """Whether conversations of a dataset show images: if any split has some, all have the column."""
+    return IMAGE_COLUMN in read_schema(prepared_dir / "train.parquet", fix=_rebuild(prepared_dir)).names
+
+
+def read_prepared(
+    prepared_dir: Path,
+    split: str,
+    schema: pa.Schema,
+    parse: Callable[[dict[str, Any]], T],
+    *,
+    may_lack: Collection[str] = (),
+    may_have: pa.Field | None = None,
+) -> list[T]:
+    """The records of a split that `write_prepared` wrote, in their order, at least one.
+
+    parse: makes a record of a row, which was checked before it was written. may_lack: columns whose value may be
+    missing. may_have: a further column at the end of some files.
+    Raises UserError if the split is not prepared, damaged, or another task's.
+    """
+    path, fix = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
+    if not path.is_file():
+        if (prepared_dir / STATS_FILE).is_file() and split == "test":
+            where = f"splits.test of the dataset {prepared_dir.name}"
+            raise UserError(f"{prepared_dir} has no test split; name its files in params.yaml, below {where}")
+        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
+    found = read_schema(path, fix=fix)
+    if may_have is not None and may_have.name in found.names:
+        schema = schema.append(may_have)
+    if not found.equals(schema):
+        wrong = [*_beyond(found, schema), *(f"no {column}" for column in _beyond(schema, found))]
+        raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {fix}")
+    records = []
+    for number, row in enumerate(read_rows(path, fix=fix)):
+        if missing := [name for name, value in row.items() if value is None and name not in may_lack]:
+            raise UserError(f"{path} row {number}: {', '.join(missing)} is missing; {fix}")
+        records.append(parse(row))
+    if not records:
+        raise UserError(f"{path} has no row; {fix}")
+    return records
+
+
+def _beyond(one: pa.Schema, other: pa.Schema) -> list[str]:
+    """The columns of one that the other lacks."""
+    return [f"{column.name} ({column.type})" for column in one if not any(map(column.equals, other))]
+
+
+def _rebuild(prepared_dir: Path) -> str:
+    return f"rebuild it with: {rebuild(f'prepare@{prepared_dir.name}')}"

@@ -1,0 +1,372 @@
+"""Answer questions with a loaded model: greedy generation in batches, the same answers as one by one.
+
+An answer leaves the batch as soon as it has ended, and the next questions take the free places. Questions are read an
+eighth of a batch at a time: reading takes the most memory per row, and on a CPU a small batch stays in the caches.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from stages.core.errors import UserError, pluralize
+from stages.core.params.schema import EvaluationParams, ProfileParams
+from stages.data.conversation import Conversation
+from stages.models.load import gpus_in_use, load_config, see_only
+from stages.models.merge import load_certified
+from stages.models.prompts import Processor, encode, load_processor, samples_for, tokenizer_of
+from stages.planning.ladder import MAX_BATCH_SIZE, lowered_batch_size, prefill_batch_size
+from stages.planning.memory_use import MemoryLog
+from stages.planning.prediction import Prediction
+
+log = logging.getLogger(__name__)
+
+LOG_INTERVAL_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answerer:
+    """A loaded model with what it takes to answer questions of a task."""
+
+    model: PreTrainedModel
+    processor: Processor
+    samples: ModuleType
+    """Module of the task."""
+    answer_format: str | None
+    batch_size: int
+    """Generation batch size, from `batch_size_for`."""
+    settings: EvaluationParams
+
+    @property
+    def model_samples(self) -> Any:
+        """The task's samples for this model."""
+        return samples_for(self.samples, self.model.config.model_type, self.processor)
+
+    @property
+    def complete(self) -> Callable[[str], bool] | None:
+        """Whether an answer so far is complete; None if only the end of the turn ends it."""
+        return completion_of(self.samples, self.answer_format)
+
+    def answers(self, questions: Sequence[Conversation]) -> list[str]:
+        """The answer to each of these unanswered conversations, in order."""
+        return generate_answers(
+            self.model,
+            self.processor,
+            questions,
+            batch_size=self.batch_size,
+            max_new_tokens=self.settings.max_new_tokens,
+            room=self.settings.room,
+            complete=self.complete,
+        )
+
+
+def batch_size_for(questions: Sequence[Conversation], model_dir: Path, profile: ProfileParams, *, attempt: int) -> int:
+    """The profile's batch size, or with `auto` the largest predicted to fit, halved `attempt` times.
+
+    model_dir: holds the model's config and processor. The result is the same for all models of a size.
+    Raises UserError if the batch cannot be halved so often.
+    """
+    batch_size = profile.evaluation.batch_size
+    if batch_size == "auto":
+        batch_size = _predicted_batch_size(questions, model_dir, profile)
+    lowered = lowered_batch_size(batch_size, attempt)
+    if lowered is None:
+        raise UserError(f"a batch of {batch_size} cannot be halved {attempt} times")
+    return lowered
+
+
+def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, profile: ProfileParams) -> int:
+    # These import TRL, which takes seconds.
+    from stages.memory.fit import fitting_batch_size
+    from stages.memory.predict import capacity_bytes, predict_generation, repeated
+    from stages.memory.step import Inference
+
+    started, settings, memory = time.monotonic(), profile.evaluation, profile.memory
+    inference = Inference(device=profile.device.one(), precision=memory.precision, attn=memory.attn)
+    config, capacity = load_config(model_dir), capacity_bytes(inference.device)
+    [[longest], *_] = longest_first(questions, 1)
+    processor = load_processor(model_dir, profile.images)
+    question = encode(processor, [questions[longest]], padding_side="left", max_length=settings.room)
+
+    def predict(size: int) -> Prediction:
+        batch = repeated(question, prefill_batch_size(size))
+        limits = {"batch_size": size, "max_new_tokens": settings.max_new_tokens}
+        return predict_generation(inference, config, batch, **limits)
+
+    # At most all questions at once, rounded up to a power of two.
+    batch_size = fitting_batch_size("auto", predict, capacity, limit=min(MAX_BATCH_SIZE, 2 * len(questions) - 1))
+    log.info("batch size %d by predicted memory, which took %.1f s", batch_size, time.monotonic() - started)
+    return batch_size
+
+
+def load_answerer(
+    model_dir: Path,
+    profile: ProfileParams,
+    samples: ModuleType,
+    questions: Sequence[Conversation],
+    *,
+    answer_format: str | None,
+    attempt: int,
+) -> tuple[Answerer, MemoryLog]:
+    """The model of a folder on one device of the profile, ready to answer these questions, and the memory that loading
+    took.
+
+    samples: of the task. attempt: times to halve the batch.
+    Raises UserError if the batch cannot be halved so often, and for a model that the task does not have.
+    """
+    device, precision, attn = profile.device.one(), profile.memory.precision, profile.memory.attn
+    batch_size = batch_size_for(questions, model_dir, profile, attempt=attempt)
+    see_only(device)
+    memory = MemoryLog(gpus_in_use(device))
+    model = load_certified(model_dir, device=device, precision=precision, attn=attn).eval()
+    memory.loaded()
+    samples.check(model.config.model_type)
+    answerer = Answerer(
+        model=model,
+        processor=load_processor(model_dir, profile.images),
+        samples=samples,
+        answer_format=answer_format,
+        batch_size=batch_size,
+        settings=profile.evaluation,
+    )
+    return answerer, memory
+
+
+def completion_of(samples: ModuleType, answer_format: str | None) -> Callable[[str], bool] | None:
+    """A task's test of whether an answer so far is complete; None if its answers go on to the end of the turn."""
+    return samples.completion(answer_format) if hasattr(samples, "completion") else None
+
+
+@torch.no_grad()  # in inference mode nothing that it caches could be used in training
+def generate_answers(
+    model: PreTrainedModel,
+    processor: Processor,
+    questions: Sequence[Conversation],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    room: int | None = None,
+    complete: Callable[[str], bool] | None = None,
+) -> list[str]:
+    """The answer to each of these unanswered conversations, in order.
+
+    max_new_tokens: limit of an answer; the log says how many were cut there.
+    room: limit of a question in tokens, for which its shortenable text is cut.
+    complete: whether an answer so far is complete, if not only the end of the turn ends it.
+    Special tokens are kept; the end of the turn is cut off.
+    """
+    # A second tokenizer, as a fast one may not encode in one thread while it decodes in another.
+    tokenizer = copy.deepcopy(tokenizer_of(processor))
+    ends = end_tokens(model.generation_config, tokenizer)
+
+    def is_whole(tokens: list[int]) -> bool:
+        return tokens[-1] in ends or (complete is not None and complete(decoded(tokenizer, tokens, ends)))
+
+    batches = encoded_batches(
+        processor, questions, prefill_batch_size(batch_size), padding_side="left", max_length=room
+    )
+    started = logged = time.monotonic()
+    answers: dict[int, str] = {}
+    num_cut = 0
+    for index, tokens in answered_tokens(
+        model, batches, is_whole, batch_size=batch_size, max_new_tokens=max_new_tokens
+    ):
+        answers[index] = decoded(tokenizer, tokens, ends)
+        num_cut += not is_whole(tokens)
+        if (now := time.monotonic()) - logged > LOG_INTERVAL_S or len(answers) == len(questions):
+            logged = now
+            log.info("answered %d/%d  %.1f samples/s", len(answers), len(questions), len(answers) / (now - started))
+    if num_cut:
+        log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "answer"), max_new_tokens)
+    return [answers[index] for index in range(len(questions))]
+
+
+def answered_tokens(
+    model: PreTrainedModel,
+    batches: Iterable[tuple[list[int], dict[str, torch.Tensor]]],
+    is_whole: Callable[[list[int]], bool],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> Iterator[tuple[int, list[int]]]:
+    """Each question's number and the tokens of its answer, in the order in which they end.
+
+    batches: numbers of questions, and the model's inputs for them, padded on the left so that every answer starts right
+    after its question. A batch is read as soon as there is room for all of it. is_whole: whether an answer ends after
+    these tokens.
+    """
+    waiting = iter(batches)
+    following = next(waiting, None)
+    rows: _Rows | None = None
+    answers: dict[int, list[int]] = {}
+    while following is not None or rows is not None:
+        if following is not None and (rows is None or len(rows.numbers) + len(following[0]) <= batch_size):
+            read = _read(model, *following)
+            following = next(waiting, None)
+            grown = read
+            rows = read if rows is None else rows.joined(read)
+        else:
+            assert rows is not None
+            rows.step(model)
+            grown = rows
+        for number, token in zip(grown.numbers, grown.tokens[:, 0].tolist(), strict=True):
+            answers.setdefault(number, []).append(token)
+        ended = {
+            number for number in grown.numbers if len(answers[number]) == max_new_tokens or is_whole(answers[number])
+        }
+        if ended:
+            yield from ((number, answers.pop(number)) for number in sorted(ended))
+            rows = rows.without(ended)
+
+
+@dataclass
+class _Rows:
+    """Unfinished answers, one a row."""
+
+    numbers: list[int]
+    """Number of the question by row."""
+    cache: DynamicCache
+    mask: torch.Tensor
+    """(B, T), 0 for padding, on the left."""
+    positions: torch.Tensor
+    """Positions of the last tokens: (B, 1), or (axes, B, 1)."""
+    tokens: torch.Tensor
+    """(B, 1): the last tokens, which are not in the cache yet."""
+
+    def step(self, model: PreTrainedModel) -> None:
+        """Generate one more token in each row."""
+        self.mask, self.positions = pad(self.mask, (0, 1), value=1), self.positions + 1
+        output = model(
+            input_ids=self.tokens,
+            attention_mask=self.mask,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.tokens = _likeliest(output.logits)
+
+    def joined(self, other: _Rows) -> _Rows:
+        """These and the other rows. Caches are joined layer by layer: only one layer's is ever in memory twice."""
+        length = max(self.mask.shape[1], other.mask.shape[1])
+        ours, theirs = length - self.mask.shape[1], length - other.mask.shape[1]
+        for layer, further in zip(self.cache.layers, other.cache.layers, strict=True):
+            for name in ("keys", "values"):
+                parts = pad(getattr(layer, name), (0, 0, ours, 0)), pad(getattr(further, name), (0, 0, theirs, 0))
+                setattr(layer, name, torch.cat(parts))
+                setattr(further, name, None)
+        return _Rows(
+            [*self.numbers, *other.numbers],
+            self.cache,
+            torch.cat([pad(self.mask, (ours, 0)), pad(other.mask, (theirs, 0))]),
+            torch.cat([self.positions, other.positions], dim=-2),
+            torch.cat([self.tokens, other.tokens]),
+        )
+
+    def without(self, ended: set[int]) -> _Rows | None:
+        """The rows that are left, without padding that only the others needed; None if no row is left."""
+        kept = [row for row, number in enumerate(self.numbers) if number not in ended]
+        if not kept:
+            return None
+        rows = torch.tensor(kept, device=self.mask.device)
+        mask = self.mask[rows]
+        start = int(mask.any(dim=0).int().argmax())
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys[rows, :, start:], layer.values[rows, :, start:]
+        positions = self.positions.index_select(-2, rows)
+        return _Rows([self.numbers[row] for row in kept], self.cache, mask[:, start:], positions, self.tokens[rows])
+
+
+def _read(model: PreTrainedModel, numbers: list[int], inputs: dict[str, torch.Tensor]) -> _Rows:
+    """Read the questions, and generate the first token of each answer."""
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    # Sampling and penalties of a checkpoint's generation_config.json are ignored.
+    greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    # A DynamicCache keeps all tokens, in layers of sliding attention too: only such rows can be joined.
+    options: dict[str, Any] = {"past_key_values": DynamicCache(), "cache_implementation": None, "max_new_tokens": 1}
+    output, prepared = model.generate(**inputs, **greedy, **options, pad_token_id=0, custom_generate=_first_pass)
+    cache = prepared["past_key_values"]
+    return _Rows(
+        numbers, cache, inputs["attention_mask"], prepared["position_ids"][..., -1:], _likeliest(output.logits)
+    )
+
+
+def _first_pass(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    logits_processor: object,  # noqa: ARG001 - greedy answers need none of the three
+    stopping_criteria: object,  # noqa: ARG001
+    generation_config: object,  # noqa: ARG001
+    **inputs: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """For `generate(custom_generate=...)`, which prepares the inputs of every family: caches, positions, images."""
+    step = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
+    return model(**step, return_dict=True), inputs
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """logits: (B, T, vocabulary). Returns (B, 1): the next token of each row."""
+    return logits[:, -1].float().argmax(dim=-1)[:, None]
+
+
+def end_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that end an answer. settings: the model's generation_config.json."""
+    configured = settings.eos_token_id
+    ends = {configured} if isinstance(configured, int) else set(configured or ())
+    return ends | {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int]) -> str:
+    """The text of an answer, special tokens kept, up to the first token that ends it."""
+    length = next((position for position, token in enumerate(ids) if token in ends), len(ids))
+    return tokenizer.decode(ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def longest_first(conversations: Sequence[Conversation], batch_size: int) -> list[list[int]]:
+    """Batches of indices. Within a batch there is little padding, and the first takes the most memory.
+
+    Sorted by pixels, then by characters: nearly the order by tokens, without rendering or decoding anything.
+    """
+
+    def size(index: int) -> tuple[int, int]:
+        conversation = conversations[index]
+        parts = (part for message in conversation.messages for part in message["content"])
+        num_pixels = sum(image.width * image.height for image in conversation.images)
+        return num_pixels, sum(len(part.get("text", "")) for part in parts)
+
+    order = sorted(range(len(conversations)), key=size, reverse=True)
+    return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+
+
+def encoded_batches(
+    processor: Processor, conversations: Sequence[Conversation], batch_size: int, **options: Any
+) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
+    """Batches of conversations by their indices, as `longest_first` orders them, and the model's inputs for each.
+
+    A thread encodes one batch ahead; an error of it is raised when its batch is due. options: of `encode`.
+    """
+
+    def prepare(indices: list[int]) -> dict[str, torch.Tensor]:
+        return encode(processor, [conversations[index] for index in indices], **options)
+
+    batches = longest_first(conversations, batch_size)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare") as thread:
+        upcoming = [thread.submit(prepare, batch) for batch in batches[:1]]
+        for batch, following in zip_longest(batches, batches[1:]):
+            prepared = upcoming.pop().result()
+            if following is not None:
+                upcoming.append(thread.submit(prepare, following))
+            yield batch, prepared

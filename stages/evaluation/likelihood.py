@@ -1,0 +1,107 @@
+"""Likelihood of given answers under a model, and the routing of their tokens in a mixture."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from transformers import PreTrainedModel
+
+from stages.core.errors import UserError
+from stages.data.conversation import Conversation
+from stages.evaluation.answer import encoded_batches
+from stages.mixture.certificate import Routing
+from stages.mixture.routing import outputs_of, routers_of, routing_by_row
+from stages.models.prompts import Processor
+
+log = logging.getLogger(__name__)
+
+LOGIT_ROWS = 256
+"""Tokens whose logits are in memory at once: 150 MiB in fp32 for a vocabulary of 152 thousand."""
+
+
+@dataclass(frozen=True)
+class AnswerLikelihood:
+    sum_logprob: float
+    """Natural logarithm of the probability of the whole answer, the end of its turn included."""
+    num_tokens: int
+    """Tokens of the answer, the end of its turn included."""
+
+
+@torch.no_grad()  # in inference mode nothing that it caches could be used in training
+def answer_log_likelihoods(
+    model: PreTrainedModel,
+    processor: Processor,
+    conversations: Sequence[Conversation],
+    *,
+    batch_size: int,
+    max_length: int | None = None,
+) -> list[AnswerLikelihood]:
+    """Likelihood of the answers in each answered conversation, in order. model: in `eval` mode.
+
+    max_length: limit of a conversation in tokens; its shortenable text is cut for it, its answer never is.
+    Results are the same in batches as one by one, but for rounding. Log-probabilities are computed in fp32 whatever the
+    model's precision, and only for tokens of the answers, LOGIT_ROWS at a time.
+    """
+    likelihoods: dict[int, AnswerLikelihood] = {}
+    started = time.monotonic()
+    for indices, batch in encoded_batches(
+        processor, conversations, batch_size, padding_side="right", max_length=max_length, mark_answers=True
+    ):
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        in_answer = inputs.pop("answers")
+        sums = _sums(model, inputs, in_answer)
+        for index, total, tokens in zip(indices, sums, in_answer.sum(dim=1).tolist(), strict=True):
+            likelihoods[index] = AnswerLikelihood(total, tokens)
+        rate = len(likelihoods) / (time.monotonic() - started)
+        log.info("scored %d/%d completions  %.1f/s", len(likelihoods), len(conversations), rate)
+    if broken := sum(not isfinite(each.sum_logprob) for each in likelihoods.values()):
+        raise UserError(
+            f"{broken} of {len(likelihoods)} answers have no likelihood, as the model's figures are not finite: they "
+            "overflow, or its weights are not"
+        )
+    return [likelihoods[index] for index in range(len(conversations))]
+
+
+def _sums(model: PreTrainedModel, inputs: dict[str, torch.Tensor], in_answer: torch.Tensor) -> list[float]:
+    """Log-probabilities of the answers' tokens, summed by row. in_answer: (B, T) bool."""
+    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, T, width)
+    rows, columns = in_answer[:, 1:].nonzero(as_tuple=True)  # token t is predicted at t - 1
+    sums = torch.zeros(len(in_answer), dtype=torch.float64, device=in_answer.device)
+    for row, column in zip(rows.split(LOGIT_ROWS), columns.split(LOGIT_ROWS), strict=True):
+        logits = model.get_output_embeddings()(hidden[row, column]).float()  # (rows, vocabulary)
+        tokens = inputs["input_ids"][row, column + 1]
+        chosen = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
+        sums.index_add_(0, row, chosen.double())
+    return sums.tolist()
+
+
+@torch.no_grad()  # in inference mode nothing that it caches could be used in training
+def routing(
+    model: PreTrainedModel,
+    processor: Processor,
+    conversations: Sequence[Conversation],
+    *,
+    batch_size: int,
+    max_length: int | None = None,
+) -> list[Routing] | None:
+    """Routing of each conversation, in order; None for a model without routers. model: in `eval` mode.
+
+    max_length: see `answer_log_likelihoods`. Padding does not count.
+    """
+    routers = routers_of(model)
+    if not routers:
+        return None
+    found: dict[int, Routing] = {}
+    for indices, batch in encoded_batches(
+        processor, conversations, batch_size, padding_side="right", max_length=max_length
+    ):
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        with outputs_of(routers) as outputs:
+            model.base_model(**inputs, use_cache=False)
+        found |= zip(indices, routing_by_row(outputs, inputs["attention_mask"]), strict=True)
+    return [found[index] for index in range(len(conversations))]

@@ -1,0 +1,245 @@
+"""Score a model's answers by its task, word overlaps that tasks share, and the examples that a report shows.
+
+Tasks import this module, so it imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import textwrap
+import time
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from PIL import Image, ImageDraw, ImageFont
+
+from stages.core.errors import UserError, join_truncated, pluralize
+from stages.core.given_files import require_own
+from stages.core.records import shown
+from stages.data.conversation import Conversation
+from stages.data.texts import SURROGATE, UnreadableText, json_lines, read_text
+from stages.planning.ladder import prefill_batch_size
+
+if TYPE_CHECKING:
+    from stages.evaluation.answer import Answerer
+
+EXAMPLES = 3
+"""Images of each kind."""
+INK, TRUTH_INK, PREDICTION_INK = (30, 30, 30), (0, 125, 50), (190, 20, 20)
+"""Colours of texts."""
+_WIDTH = 512
+"""Pixels: the widest image that a report shows unscaled."""
+_FONT_SIZE, _LINE_HEIGHT, _MARGIN = 12, 16, 8
+COLUMNS = (_WIDTH - 2 * _MARGIN) * 1000 // (602 * _FONT_SIZE)  # an advance of 0.602 em, as DejaVu Sans Mono has it
+"""Characters in a line of an image of text."""
+_MAX_LINES = 30
+"""Lines of one text in an example."""
+
+Lines = list[tuple[str, tuple[int, int, int]]]
+"""Text with its colour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    answers: list[str]
+    metrics: dict[str, Any]
+    rows: list[dict[str, Any]]
+    """One row per sample, as in predictions.parquet."""
+    answer_s: float
+    """Seconds of generation."""
+
+
+def score_answers(
+    answerer: Answerer,
+    records: Sequence[Any],
+    questions: Sequence[Conversation],
+    scoring: ModuleType,
+    *,
+    answers: list[str] | None = None,
+    **options: Any,
+) -> Scored:
+    """Have the model answer the questions of a task's records, and score its answers.
+
+    scoring: module of the task. answers: another engine's, which are scored instead. options: of its `score`.
+    """
+    started = time.monotonic()
+    if answers is None:
+        answers = answerer.answers(questions)
+    answer_s = time.monotonic() - started
+    samples, answer_format = answerer.model_samples, answerer.answer_format
+    if hasattr(samples, "score_options"):
+        options |= samples.score_options(records)
+    if hasattr(scoring, "candidates"):  # given answers, whose likelihood under the model counts
+        from stages.evaluation.likelihood import answer_log_likelihoods, routing
+
+        limits: dict[str, Any] = {
+            "batch_size": prefill_batch_size(answerer.batch_size),
+            "max_length": answerer.settings.max_length,
+        }
+        candidates = scoring.candidates(records, answer_format=answer_format)
+        options["likelihoods"] = answer_log_likelihoods(answerer.model, answerer.processor, candidates, **limits)
+        if hasattr(samples, "domain"):  # a mixture has an expert for each
+            answered = [samples.conversation(record, answered=True, answer_format=answer_format) for record in records]
+            options["routing"] = routing(answerer.model, answerer.processor, answered, **limits)
+    metrics, rows = scoring.score(records, answers, answer_format=answer_format, **options)
+    return Scored(answers=answers, metrics=metrics, rows=rows, answer_s=answer_s)
+
+
+def read_answers(
+    path: Path,
+    records: Sequence[Any],
+    questions: Sequence[Conversation],
+    samples: ModuleType,
+    *,
+    answer_format: str | None,
+) -> list[str]:
+    """Texts that another system answered, one for each record, in their order.
+
+    The file has JSON Lines, each with the `id` of a sample and the `answer` as text; or a form of the task's own, which
+    its `samples.read_answers(path, records, answer_format)` reads as (line, id, text).
+    Raises UserError, which names the samples, for one without an answer, with several, or unknown.
+    """
+    require_own(path, path.parent)
+    own = getattr(samples, "read_answers", None)
+    try:
+        found = list(own(path, records, answer_format) if own and path.suffix != ".jsonl" else _json_answers(path))
+    except UnreadableText as error:
+        raise UserError(f"{path}: {error}") from None
+    answers: dict[str, str] = {}
+    known = dict.fromkeys(question.sample_id for question in questions)
+    problems: dict[str, list[str]] = {"no such sample": [], "a second answer": []}
+    for line, sample_id, text in found:
+        if sample_id not in known or sample_id in answers:
+            kind = "a second answer" if sample_id in answers else "no such sample"
+            problems[kind].append(f"{sample_id!r} in line {line}")
+        answers[sample_id] = text
+    problems["no answer"] = [repr(sample_id) for sample_id in known if sample_id not in answers]
+    if lines := [f"  {kind}: {join_truncated(names)}" for kind, names in problems.items() if names]:
+        expected = f"expected one answer to each of the {pluralize(len(known), 'sample')} of the split"
+        raise UserError(f"{path} does not fit the data, {expected}:\n" + "\n".join(lines))
+    return [answers[sample_id] for sample_id in known]
+
+
+def _json_answers(path: Path) -> Iterator[tuple[int, str, str]]:
+    for line, content in json_lines(read_text(path)):
+        if isinstance(content, str):
+            raise UserError(f"{path} line {line}: {content}")
+        sample_id, answer = content.get("id"), content.get("answer")
+        if not isinstance(sample_id, str) or not isinstance(answer, str):
+            raise UserError(f'{path} line {line}: {shown(content)}; expected {{"id": SAMPLE, "answer": TEXT}}')
+        if SURROGATE.search(answer):
+            raise UserError(f"{path} line {line}: the answer holds half of a surrogate pair, which is no character")
+        yield line, sample_id, answer
+
+
+def rouge(answer: str, reference: str, keys: Sequence[str], *, of_any_language: bool = False) -> dict[str, float]:
+    """F-measures, from 0 to 1, of one-word, two-word and longest common sequences: rouge1, rouge2 and rougeL of `keys`.
+
+    The same as Google's rouge-score without stemming, computed by torchmetrics.
+    of_any_language: words are runs of Unicode's letters and digits, not of a to z and digits alone.
+    Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004.
+    """
+    # torchmetrics imports torch.
+    from torchmetrics.functional.text.rouge import rouge_score
+
+    scores = rouge_score(answer, reference, rouge_keys=tuple(keys), normalizer=_words if of_any_language else None)
+    return {key: float(scores[f"{key}_fmeasure"]) for key in keys}
+
+
+def token_f1(answer: str, reference: str) -> float:
+    """F1 of the words, in any order, from 0 to 1: without case, ASCII punctuation and English articles.
+
+    Source: Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text", EMNLP 2016, evaluate-v1.1.
+    """
+    from torchmetrics.functional.text.squad import squad
+
+    target: dict[str, Any] = {
+        "id": "",
+        "answers": {"answer_start": [0], "text": [unicodedata.normalize("NFC", reference)]},
+    }
+    found = squad({"id": "", "prediction_text": unicodedata.normalize("NFC", answer)}, target)
+    return float(found["f1"]) / 100
+
+
+def _words(text: str) -> str:
+    return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFC", text).casefold())
+
+
+def summary(metrics: Mapping[str, Any], scoring: ModuleType) -> str:
+    """The figures that the task's SUMMARY names, as far as there are any, in a line."""
+    found = {key.replace("_", " "): metrics[key] for key in scoring.SUMMARY if key in metrics}
+    return ", ".join(
+        f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()
+    )
+
+
+def failures(rows: Sequence[Mapping[str, Any]], scoring: ModuleType) -> dict[str, list[int]]:
+    """Indices of the rows by their kind of failure, a name with underscores. Empty for a task without `failure`."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows if hasattr(scoring, "failure") else ()):
+        if kind := scoring.failure(row):
+            found[kind].append(index)
+    return dict(sorted(found.items()))
+
+
+def write_examples(
+    records: Sequence[Any], rows: Sequence[Mapping[str, Any]], scoring: ModuleType, out_dir: Path
+) -> None:
+    """Write best-1.png ..., worst-1.png ..., 1 the most extreme, random-1.png ..., and KIND-1.png ... of each kind of
+    failure that the task tells apart: at most EXAMPLES of each.
+
+    rows: of the task's `scoring`, one for each record. The random ones are the same for every model on the same
+    records, so that models can be compared.
+    """
+    assert len(records) == len(rows), f"{len(rows)} rows for {len(records)} records"
+    score = scoring.ordered_by(records[0])
+    ordered = sorted(range(len(rows)), key=lambda index: rows[index][score])
+    chosen = {
+        "best": ordered[::-1][:EXAMPLES],
+        "worst": ordered[:EXAMPLES],
+        "random": random.Random(0).sample(range(len(rows)), min(EXAMPLES, len(rows))),
+        **{kind: indices[:EXAMPLES] for kind, indices in failures(rows, scoring).items()},
+    }
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for kind, indices in chosen.items():
+        for rank, index in enumerate(indices, start=1):
+            image = scoring.draw_prediction(records[index], rows[index])
+            image.save(out_dir / f"{kind}-{rank}.png", optimize=True)
+
+
+def text_image(lines: Lines) -> Image.Image:
+    """Lines of at most COLUMNS characters as an RGB image."""
+    font_path = Path(mpl.get_data_path()) / "fonts/ttf/DejaVuSansMono.ttf"  # it has all of Vietnamese
+    font = ImageFont.truetype(str(font_path), _FONT_SIZE)
+    image = Image.new("RGB", (_WIDTH, len(lines) * _LINE_HEIGHT + 2 * _MARGIN), "white")
+    draw = ImageDraw.Draw(image)
+    for number, (line, colour) in enumerate(lines):
+        draw.text((_MARGIN, _MARGIN + number * _LINE_HEIGHT), line, fill=colour, font=font)
+    return image
+
+
+def draw_answer(figure: str, question: str, truth: str, answer: str) -> Image.Image:
+    """One sample as an image: a figure, the question, the reference answer in green, and the model's in red."""
+    answer = answer if answer.strip() else "(no answer)"
+    texts = ((figure, INK), (question, INK), (truth, TRUTH_INK), (answer, PREDICTION_INK))
+    return text_image([(line, ink) for text, ink in texts for line in (*first_lines(wrapped(text), _MAX_LINES), "")])
+
+
+def wrapped(text: str) -> list[str]:
+    """Lines of at most COLUMNS characters; continuation lines are indented a little more than the first."""
+    composed = "".join(char if char.isprintable() else " " for char in unicodedata.normalize("NFC", text))
+    indent = " " * min(len(composed) - len(composed.lstrip()), COLUMNS // 2)
+    return textwrap.wrap(composed.strip(), COLUMNS, initial_indent=indent, subsequent_indent=indent + "  ") or [""]
+
+
+def first_lines(lines: list[str], count: int) -> list[str]:
+    """At most `count` lines and a note; a degenerate completion has hundreds."""
+    left_out = len(lines) - count
+    return lines if left_out <= 0 else [*lines[:count], f"... {left_out} more lines"]

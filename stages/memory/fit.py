@@ -1,0 +1,208 @@
+"""Whether a plan fits its device, and the least that has to change if it does not."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Literal, TypeAlias
+
+from stages.core.errors import UserError, bytes_text
+from stages.core.params.schema import PriceParams
+from stages.memory.calibration import ASSUMED, load_calibration
+from stages.planning.cards import cards_for
+from stages.planning.ladder import MAX_BATCH_SIZE, assumed_time, changes_between, climbs, rungs
+from stages.planning.plan import Plan
+from stages.planning.prediction import MemoryRecord, Prediction, Verdict, gib_text
+
+Predict: TypeAlias = Callable[[Plan], Prediction]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A plan, its predicted memory, and the changes that led to it."""
+
+    plan: Plan
+    prediction: Prediction
+    capacity_bytes: int | None
+    """Usable memory of the device; None if it is not known, and so nothing is refused."""
+    changes: tuple[str, ...] = ()
+    """Differences from the plan that was asked for, e.g. "micro_batch 16 -> 4"."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return None if self.capacity_bytes is None else self.prediction.verdict(self.capacity_bytes)
+
+    def changed_to(self, plan: Plan, predict: Predict) -> Fit:
+        return replace(self, plan=plan, prediction=predict(plan), changes=changes_between(self.plan, plan))
+
+    def lines(self) -> list[str]:
+        """Schedule, disk for features, changes and memory, for logs; on a CPU in short if the plan fits."""
+        plan, schedule = self.plan, self.plan.schedule
+        steps = f"{schedule.num_steps} steps of {schedule.effective_batch}"
+        micro_batches = f"micro-batch {schedule.micro_batch} x {schedule.grad_accumulation}"
+        lines = [f"{schedule.train_samples} samples, {steps} ({micro_batches})"]
+        if plan.features_bytes:
+            lines.append(f"features of the frozen tower are kept, at most {bytes_text(plan.features_bytes)} of disk")
+        lines += [f"to fit the device: {change}" for change in self.changes]
+        short = self.verdict is None or (self.verdict == "fits" and not plan.on_gpu)
+        return lines + ([self.prediction.summary()] if short else self.prediction.lines(self.capacity_bytes))
+
+    def record(self, evaluation: Fit) -> MemoryRecord:
+        """evaluation: how the same plan's evaluation fits."""
+        of_this_machine = self.plan.device.kind == "cpu" and self.plan.device.memory_gb is None
+        return MemoryRecord(
+            verdict=self.verdict or "unknown",
+            prediction=self.prediction,
+            usable_bytes=None if of_this_machine else self.capacity_bytes,
+            changes=list(self.changes),
+            evaluation_verdict=evaluation.verdict or "unknown",
+            evaluation_bytes=evaluation.prediction.total_bytes,
+        )
+
+
+def cheapest_fit(fit: Fit, predict: Predict) -> Fit:
+    """The first plan down the ladder that fits; else the first that might; else the last."""
+    might, rung = None, fit
+    for plan in rungs(fit.plan):
+        if plan is not fit.plan:
+            rung = fit.changed_to(plan, predict)
+        if rung.verdict in (None, "fits"):
+            return rung
+        if rung.verdict == "too close":
+            might = might or rung
+    return might or rung
+
+
+def fastest_fit(fit: Fit, predict: Predict) -> Fit:
+    """The plan of the same result that fits with the least `assumed_time`; the plan itself if none fits."""
+    found = []
+    for climb in climbs(fit.plan):
+        fitting = bisect_left(climb, True, key=lambda plan: fit.changed_to(plan, predict).verdict != "fits")
+        found += [fit.changed_to(climb[fitting - 1], predict)] if fitting else []
+    return min(found, key=lambda each: assumed_time(each.plan, each.prediction.flops), default=fit)
+
+
+def decide(fit: Fit, predict: Predict, how: str) -> Fit:
+    """The plan to run: as it is; with `auto` the cheapest change of it that fits; with `fill` the fastest, if any.
+
+    how: memory.fit. Raises UserError with the budget if none of that fits.
+    """
+    if how == "fill":
+        fit = fastest_fit(fit, predict)
+    if how == "off" or (how == "refuse" and fit.verdict != "does not fit"):
+        return fit
+    cheapest = cheapest_fit(fit, predict)
+    if how in ("auto", "fill") and cheapest.verdict != "does not fit":
+        return cheapest
+    raise UserError(refusal(fit, cheapest))
+
+
+def fitting_batch_size(
+    wanted: int | Literal["auto"],
+    predict: Callable[[int], Prediction],
+    capacity_bytes: int | None,
+    *,
+    limit: int = MAX_BATCH_SIZE,
+) -> int:
+    """The generation batch size: the profile's, or with `auto` the largest power of two that is predicted to fit.
+
+    predict: memory of a batch of that size. limit: of the powers of two; 1 is not predicted.
+    """
+    if wanted != "auto":
+        return wanted
+    assert capacity_bytes is not None, "params.yaml is refused if auto has no device.memory_gb"
+
+    def does_not_fit(exponent: int) -> bool:
+        return predict(1 << exponent).verdict(capacity_bytes) != "fits"
+
+    return 1 << bisect_left(range(1, limit.bit_length()), True, key=does_not_fit)
+
+
+def refusal(fit: Fit, cheapest: Fit) -> str:
+    plan, count = fit.plan, fit.plan.device.count
+    share = f"the share of each of {count} processes in " if count > 1 else ""
+    device = "the GPU" if plan.on_gpu else f"{share}the memory of this machine, the CPU"
+    flag = f"add to the command, as in dvc exp run -S ++profiles.{plan.profile}.memory.fit"
+    lines = [
+        f"recipe {plan.recipe} does not fit {device} of profile {plan.profile}:",
+        *fit.prediction.lines(fit.capacity_bytes),
+        advice(cheapest),
+        *([f"take that change: {flag}=auto"] if cheapest.verdict != "does not fit" else []),
+        f"run it as it is: {flag}=off",
+    ]
+    return "\n  ".join(lines)
+
+
+def advice(cheapest: Fit) -> str:
+    """The change that would make a plan fit. cheapest: from `cheapest_fit`."""
+    least = f"{', '.join(cheapest.changes) or 'no change'}: {gib_text(cheapest.prediction.total_bytes)} GiB"
+    if cheapest.verdict != "does not fit":
+        return f"it {'fits' if cheapest.verdict == 'fits' else 'might just fit'} with {least}"
+    return f"no change that keeps its result makes it fit; the least is with {least}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duration:
+    """Time of a training, or without data of one of its steps, by card; energy and cost on the card that is named.
+
+    The arithmetic of a step is counted, at a share of the card's peak. Loading, checkpoints, features of images and
+    evaluation are not in it.
+    """
+
+    num_steps: int | None
+    step_flops: float
+    """Arithmetic of a step on one device, for samples of mean length; without data, for the largest."""
+    share_of_peak: float
+    measured: str
+    """`assumed`, or the device and day of the share."""
+    hours: dict[str, float]
+    kwh: float | None
+    """Upper bound: every device at the largest power of its board."""
+    cost: float | None
+    """Cost by the prices of params.yaml; None without one."""
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{card} {time_text(hours)}" for card, hours in self.hours.items())
+        what = f"{self.num_steps:,} steps" if self.num_steps else "no data yet: a step"
+        share = f"{'an assumed ' if self.measured == ASSUMED else ''}{self.share_of_peak:.0%} of peak"
+        used = "" if self.kwh is None else f"; at most {self.kwh:.2g} kWh"
+        price = "" if self.cost is None else f"; costs {self.cost:.2f} by params.yaml"
+        return f"{what} of {self.step_flops / 1e12:,.1f} TFLOP, at {share}: {times}{used}{price}"
+
+
+def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration | None:
+    """The time of training a plan on its card, or on every card of its size; None if there is none, or in fp32.
+
+    lengths: of the training samples in tokens, the longest first; none without data.
+    """
+    plan, schedule, device = fit.plan, fit.plan.schedule, fit.plan.device
+    cards = cards_for(device, plan.precision)
+    if not plan.on_gpu or plan.precision == "fp32" or not cards:
+        return None
+    share = load_calibration().share_of_peak
+    mean_share = fmean(lengths) / fmean(lengths[: schedule.micro_batch]) if lengths else 1.0
+    step_flops = fit.prediction.flops * schedule.grad_accumulation * mean_share
+    num_steps = schedule.num_steps if lengths else None
+    flops = step_flops * (num_steps or 1)
+    hours = {card.name: flops / (card.tflops * 1e12 * share.value) / 3600 for card in cards}
+    kwh = cost = None
+    if device.card:
+        gpu_hours = hours[cards[0].name] * device.total
+        kwh = gpu_hours * cards[0].watts / 1000
+        if prices != PriceParams():
+            cost = gpu_hours * (prices.gpu_hour or 0) + kwh * (prices.kwh or 0)
+    return Duration(
+        num_steps=num_steps,
+        step_flops=step_flops,
+        share_of_peak=share.value,
+        measured=share.measured,
+        hours=hours,
+        kwh=kwh,
+        cost=cost,
+    )
+
+
+def time_text(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min" if hours > 1 / 30 else f"{hours * 3600:.2g} s"

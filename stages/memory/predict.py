@@ -1,0 +1,315 @@
+"""Predicts a run's memory before launch: its step is recorded without weights, at small depths, and scaled up.
+
+The layers of a model are alike, so each adds the same amount: two or three records of a few layers give the memory of
+all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import mean
+from typing import TypeAlias, TypeVar
+
+import torch
+from transformers import PreTrainedConfig
+
+from stages.core.families import family_of
+from stages.core.params.schema import OPTIMIZERS, DeviceParams, MemoryParams
+from stages.memory.calibration import load_calibration
+from stages.memory.recorder import Peak, Recording
+from stages.memory.step import Inference, from_features, record_generation, record_step, recorded_accumulation
+from stages.models.adapters import apply_recipe, count_trainable
+from stages.models.load import meta_model
+from stages.models.prompts import Processor
+from stages.planning.cards import named_card, usable_bytes
+from stages.planning.ladder import prefill_batch_size
+from stages.planning.memory_use import free_and_total_bytes
+from stages.planning.plan import Plan, with_speedups
+from stages.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
+from stages.training.batches import FEATURES, packed
+
+CPU_ERRORS = (-0.03, 0.05)
+"""Bounds of the error of a CPU's peak, relative to the prediction. Assumed: tests find 0.002."""
+SHALLOW = 2
+"""Layers of the smallest recorded model: the first and the last layer differ a little from the others."""
+
+Number = TypeVar("Number", int, float)
+Depth: TypeAlias = tuple[int, int]
+"""Layers of the language model, and of the vision tower (0 without one)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPredictor:
+    """Predictions for a recipe's plan and for the plans down its ladder, each made once."""
+
+    config: PreTrainedConfig
+    processor: Processor
+    batch_of: Callable[..., Mapping[str, torch.Tensor]]
+    """batch_of(micro_batch=2) is the largest batch of that many samples, padded."""
+    made: dict[str, Prediction] = field(default_factory=dict)
+    """Predictions by plan, which recipes that differ in name only may share, and GPUs that differ in memory only."""
+
+    def __call__(self, plan: Plan) -> Prediction:
+        key = repr(replace(plan, recipe="", device=replace(plan.device, memory_gb=None)))
+        if key not in self.made:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # bitsandbytes warns that this CPU cannot run what is only recorded
+                batch = self.batch_of(micro_batch=plan.schedule.micro_batch)
+                batch = packed(batch, self.config, plan.loss) if plan.padding_free else batch
+                self.made[key] = predict(plan, self.config, self.processor, batch)
+        return self.made[key]
+
+    def generation(self, plan: Plan, batch_size: int, *, max_new_tokens: int) -> Prediction:
+        """Memory of evaluating what the plan trains; training's longest samples bound its prompts."""
+        batch = self.batch_of(micro_batch=prefill_batch_size(batch_size))
+        prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        inference = Inference(device=plan.device.one(), precision=plan.precision, attn=plan.attn)
+        limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
+        return predict_generation(inference, self.config, prompts, **limits)
+
+    def completed(self, plan: Plan, memory: MemoryParams) -> tuple[Plan, tuple[str, ...]]:
+        """The plan with what follows from the base's geometry: trainable parameters, disk for features, and what makes
+        it faster; and a line on each choice."""
+        model = apply_recipe(meta_model(self.config), plan.parts, plan.lora, plan.full_targets)
+        plan = replace(plan, trainable=count_trainable(model))
+        return with_speedups(self.with_features(plan, memory.features_gb), memory, self.config)
+
+    def with_features(self, plan: Plan, limit_gb: float) -> Plan:
+        """The plan, with features of images kept on disk if vision tower and projector are frozen.
+
+        limit_gb: of their size. Not if the tower is sharded: its processes would compute each image together.
+        """
+        vision = family_of(self.config.model_type).vision
+        frozen = not {"vision", "projector"} & {*plan.parts.trained()}
+        if vision is None or not vision.same_from_features or not frozen or plan.is_sharded:
+            return plan
+        longest = self.batch_of(micro_batch=1)
+        if "pixel_values" not in longest:
+            return plan
+        features = from_features(longest, self.config, plan.precision)[FEATURES]
+        size_bytes = plan.schedule.train_samples * features.nbytes
+        return replace(plan, features_bytes=size_bytes if size_bytes <= limit_gb * 1e9 else 0)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Peaks of one device in a recorded step, or in that of a deeper model, scaled up."""
+
+    phases: dict[Phase, Peak]
+    allocated_share: float
+    """Peak of what torch's allocator hands out, relative to what is requested of it: 1 on a CPU."""
+    reserved_share: float
+    """Bytes that it takes from the device for that, relative to the same."""
+    flops: float = 0.0
+
+
+def predict(
+    plan: Plan, config: PreTrainedConfig, processor: Processor, batch: Mapping[str, torch.Tensor]
+) -> Prediction:
+    """Memory of training. batch: the largest micro-batch of the data, or one without contents."""
+    recorded = {}
+    for few in sample_depths(config):
+        recording = record_step(plan, with_depth(config, few), processor, batch)
+        shares = _allocator_shares(recording, expandable=plan.expandable_segments)
+        recorded[few] = Peaks(recording.peaks(), *shares, recording.flops / recorded_accumulation(plan))
+    peaks = _scaled_up(recorded, depth_of(config))
+    whole = peaks.phases
+    peaks = replace(peaks, phases={phase: _on_one_device(plan, phase, peak) for phase, peak in whole.items()})
+    return _prediction(peaks, plan, beside=_beside(plan, whole))
+
+
+def predict_generation(
+    inference: Inference,
+    config: PreTrainedConfig,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> Prediction:
+    """Memory of generation.
+
+    batch: the longest prompts, as many as are read at once. batch_size: completions at once.
+    """
+    recording = record_generation(inference, config, batch, batch_size=batch_size, max_new_tokens=max_new_tokens)
+    phases = recording.peaks()
+    phases["load"] = _loaded(phases["load"])
+    return _prediction(Peaks(phases, *_allocator_shares(recording, expandable=False)), inference)
+
+
+def capacity_bytes(device: DeviceParams) -> int | None:
+    """Usable memory of one process on its device; None for a GPU whose size the profile does not give.
+
+    For a CPU without memory_gb: all memory of this machine, or of this process's control group. The processes of a CPU
+    share its memory.
+    """
+    if device.card is not None:
+        capacity = named_card(device.card).usable_bytes
+    elif device.memory_gb is not None:
+        capacity = usable_bytes(device.memory_gb)
+    elif device.kind == "cpu":
+        capacity = free_and_total_bytes()[1]
+    else:
+        return None
+    return capacity // device.count if device.kind == "cpu" else capacity
+
+
+def repeated(batch: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """The inputs of `count` samples like a batch's only one; pixels keep their number, not their contents."""
+    return {
+        name: tensor.new_empty(count * len(tensor), *tensor.shape[1:])
+        if tensor.is_floating_point()
+        else torch.cat([tensor] * count)
+        for name, tensor in batch.items()
+    }
+
+
+def depth_of(config: PreTrainedConfig) -> Depth:
+    vision = getattr(config, "vision_config", None)
+    return config.get_text_config().num_hidden_layers, vision.depth if vision is not None else 0
+
+
+def with_depth(config: PreTrainedConfig, depth: Depth) -> PreTrainedConfig:
+    """A copy of the geometry with `depth` layers."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = depth[0]
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: depth[0]]
+    if depth[1]:
+        tower = config.vision_config
+        tower.depth = depth[1]
+        full = getattr(tower, "fullatt_block_indexes", None)
+        if full and min(full) >= depth[1]:  # the other blocks attend within windows, and keep as much for backward
+            tower.fullatt_block_indexes = [0]
+    return config
+
+
+def sample_depths(config: PreTrainedConfig) -> list[Depth]:
+    """A shallow model, and one more layer of each kind; the model itself if its layers differ or are few.
+
+    A vision tower is recorded whole if some of its layers feed the first layers of the language model (Qwen3-VL).
+    """
+    text, vision = depth_of(config)
+    fed = len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    few = max(SHALLOW, fed)
+    settings = config.get_text_config()
+    uneven = (
+        len(set(getattr(settings, "layer_types", None) or [0])) > 1
+        or getattr(settings, "mlp_only_layers", None)
+        or getattr(settings, "decoder_sparse_step", 1) != 1  # not every layer has experts
+    )
+    if uneven or text <= few or 0 < vision <= SHALLOW:
+        return [(text, vision)]
+    if fed:
+        return [(few, vision), (few + 1, vision)]
+    if not vision:
+        return [(SHALLOW, 0), (SHALLOW + 1, 0)]
+    return [(SHALLOW, SHALLOW), (SHALLOW + 1, SHALLOW), (SHALLOW, SHALLOW + 1)]
+
+
+def _allocator_shares(recording: Recording, *, expandable: bool) -> tuple[float, float]:
+    """Bytes that torch's allocator hands out, and that it takes from the device, relative to those requested of it."""
+    if not recording.cuda or not recording.storages:
+        return 1.0, 1.0
+    requested = max(peak.total() for peak in recording.peaks().values())
+    allocator = recording.replayed(expandable=expandable)
+    return allocator.peak_allocated_bytes / requested, allocator.reserved_bytes / requested
+
+
+def _loaded(peak: Peak) -> Peak:
+    """The loaded model alone: neither the optimizer nor the batch."""
+    return Peak({"weights": peak["weights"], "adapters": peak["adapters"]})
+
+
+def _on_one_device(plan: Plan, phase: Phase, peak: Peak) -> Peak:
+    """The part of a recorded peak that one device holds."""
+    peak = peak.copy()
+    if phase == "load":
+        return _loaded(peak)
+    if OPTIMIZERS[plan.optimizer].paged:  # its state is in the host's memory
+        del peak["optimizer"]
+    if plan.placement == "ddp":
+        # DistributedDataParallel keeps a second copy of all gradients, in the buckets that it sends (torch's default,
+        # and accelerate's: gradient_as_bucket_view=False). The rest is the whole model, as in a process on its own.
+        peak["gradients"] += plan.trainable.get("total", 0) * 4
+    if plan.placement == "balanced":  # each GPU about its share of the layers, and of what they keep for backward
+        for entry in {*peak} - {"logits", "temporaries"}:
+            peak[entry] //= plan.device.count
+    return peak
+
+
+def _beside(plan: Plan, whole: Mapping[Phase, Peak]) -> int:
+    """Bytes that the fullest device may hold beyond its prediction.
+
+    Sharded: FSDP gathers layers and sums gradients on streams of their own, and torch's allocator gives one stream's
+    freed memory to no other; the record has one stream. Balanced: the layers of one GPU may be those that are trained,
+    or that keep most for backward.
+    """
+    if plan.on_gpu and plan.is_sharded:
+        return max(peak["temporaries"] for peak in whole.values())
+    if plan.placement == "balanced":
+        kept = max(peak.total() - peak["weights"] - peak["logits"] - peak["temporaries"] for peak in whole.values())
+        return kept - kept // plan.device.count
+    return 0
+
+
+def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
+    """Peaks of `depth` layers, from a shallow model's and those of one layer of a kind more."""
+    (base_depth, base), *deeper = recorded.items()
+
+    def scaled(amount: Callable[[Peaks], Number]) -> Number:
+        start = amount(base)
+        grown = start
+        for more_depth, more in deeper:
+            layers = sum(
+                (all_ - few) * (many - few) for all_, few, many in zip(depth, base_depth, more_depth, strict=True)
+            )
+            grown += (amount(more) - start) * layers
+        return max(start - start, grown)
+
+    def of(phase: Phase, entry: Budget) -> int:
+        return scaled(lambda peaks: peaks.phases[phase][entry])
+
+    phases = {phase: Peak({entry: of(phase, entry) for entry in BUDGET}) for phase in PHASES}
+    # The allocator's gaps do not grow with the layers, but keep about the same share: 5 to 9 % in the records of a 7B
+    # with a few layers, 4 to 8 % with all.
+    return Peaks(
+        phases,
+        mean(peaks.allocated_share for peaks in recorded.values()),
+        mean(peaks.reserved_share for peaks in recorded.values()),
+        scaled(lambda peaks: peaks.flops),
+    )
+
+
+def _prediction(peaks: Peaks, run: Plan | Inference, beside: int = 0) -> Prediction:
+    """The peaks of tensors, and all else that the process holds on the device. beside: `_beside`."""
+    on_cuda, calibration = run.device.kind == "cuda", load_calibration()
+    several = isinstance(run, Plan) and run.is_data_parallel
+    sizes = {phase: peak.total() for phase, peak in peaks.phases.items()}
+    fullest = max(sizes, key=lambda phase: sizes[phase])
+    peak, size = peaks.phases[fullest], sizes[fullest]
+    allocated, reserved = round(size * peaks.allocated_share), round(size * peaks.reserved_share)
+    total = reserved
+    (low, high), label = CPU_ERRORS, "this CPU"
+    if on_cuda:
+        allocated += calibration.cublas_workspaces_mib.num_bytes
+        reserved += calibration.cublas_workspaces_mib.num_bytes
+        total = reserved + calibration.context_mib.num_bytes
+        total += calibration.nccl_buffers_mib.num_bytes if several else 0
+        low, high = calibration.reserved_error_low.value, calibration.reserved_error_high.value
+        label = calibration.label(several=several)
+    return Prediction(
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        total_bytes=total,
+        low_bytes=round(total * (1 + low)),
+        high_bytes=round(total * (1 + high)) + beside,
+        peak_phase=fullest,
+        phases=sizes,
+        budget={**{entry: spent for entry, spent in peak.items() if spent}, "overhead": total - size},
+        calibration=label,
+        flops=peaks.flops,
+    )

@@ -1,0 +1,233 @@
+"""Records one training step or one batch of generation: the real run's trainer, recipe and batch, without weights."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from stages.core.params.schema import DeviceParams
+from stages.internals.accelerate_internals import reset_accelerator
+from stages.internals.torch_internals import pretended_processes
+from stages.memory.recorder import Recorder, Recording, Storage, recorder_of, without_contents
+from stages.memory.stand_in import quantize_nf4, stand_in_kernels
+from stages.mixture.trainer import make_trainer
+from stages.models.adapters import apply_recipe
+from stages.models.kernels import fused_kernels
+from stages.models.load import DTYPES, local, new_model, resolve_attention, shard
+from stages.models.prompts import Processor
+from stages.planning.cards import multiprocessors
+from stages.planning.plan import Plan
+from stages.planning.prediction import Phase
+from stages.training.batches import FEATURES
+from stages.training.trainer import RecipeTrainer, StartContract, optimizer_states
+
+
+def record_step(
+    plan: Plan,
+    config: PreTrainedConfig,
+    processor: Processor,
+    batch: Mapping[str, torch.Tensor],
+) -> Recording:
+    """The second optimizer step of a run, by RecipeTrainer: the optimizer has its state by then.
+
+    batch: one micro-batch, as the collator makes it; it serves as every micro-batch of the step.
+    """
+    here = _on_this_cpu(plan)
+    with ExitStack() as stack:
+        gc.freeze()  # accelerate collects garbage, which takes long among all that torch and transformers have imported
+        stack.callback(gc.unfreeze)
+        stack.callback(reset_accelerator)  # nothing of the step's trainer is left in this process
+        recorder = stack.enter_context(recorder_of(plan.device, plan.attn, config))
+        stack.enter_context(stand_in_kernels(multiprocessors(plan.device)))
+        if plan.features_bytes:
+            batch = from_features(batch, config, plan.precision)
+        batch = without_contents(batch)
+        model = _prepared_model(here, config, recorder, stack, processes=plan.device.total)
+        trainer = one_batch_trainer(here, model, processor, batch)
+        for name, parameter in model.named_parameters():
+            recorder.label([local(parameter)], "adapters" if ".lora_" in name else "weights")
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda of: recorder.label([local(of.grad)], "gradients"))
+        fill_optimizer_state(trainer)
+        recorder.label(batch.values(), "activations")
+        if plan.on_gpu:  # Trainer fetches all micro-batches of a step before the first one runs
+            others = plan.schedule.grad_accumulation - 1
+            recorder.add(others * sum(getattr(value, "nbytes", 0) for value in batch.values()), "activations")
+
+        def begin(phase: Phase) -> None:
+            if phase == "forward":  # accelerate may have copied it since it was made
+                recorder.label(optimizer_states(trainer), "optimizer")
+            recorder.begin(phase)
+
+        mark_phases(trainer, begin)
+        trainer.train()
+        return recorder.finish()
+
+
+def _prepared_model(
+    plan: Plan, config: PreTrainedConfig, recorder: Recorder, stack: ExitStack, *, processes: int
+) -> PreTrainedModel | PeftModel:
+    """The model with its adapters, as the train stage prepares it; if sharded, this process's share of it.
+
+    stack: undoes what the model needs once it has been used.
+    """
+    attn = resolve_attention(plan.attn, plan.device, plan.precision, padding_free=plan.padding_free)
+    base = new_model(config, precision=plan.precision, attn=attn)
+    if plan.is_quantized:
+        base = quantize_nf4(base, plan.precision)
+    model = apply_recipe(base, plan.parts, plan.lora, plan.full_targets)
+    stack.enter_context(fused_kernels(model, used=plan.fused_kernels))
+    if plan.is_sharded:
+        stack.enter_context(recorder.watching_resizes())
+        shard(model, plan, stack.enter_context(pretended_processes(processes)))
+    return model
+
+
+def _on_this_cpu(plan: Plan) -> Plan:
+    """The plan of one step that this process can take."""
+    accumulation = recorded_accumulation(plan)
+    return replace(
+        plan,
+        device=DeviceParams(kind="cpu"),
+        placement="sharded" if plan.is_sharded else "single",
+        attn=_attention(plan.attn),
+        dataloader_workers=0,
+        trainable={},
+        schedule=replace(
+            plan.schedule,
+            num_steps=1,
+            warmup_steps=0,
+            grad_accumulation=accumulation,
+            train_samples=plan.schedule.micro_batch * accumulation,
+        ),
+    )
+
+
+def recorded_accumulation(plan: Plan) -> int:
+    """Micro-batches of the recorded step: the second finds the gradients of the first."""
+    return min(2, plan.schedule.grad_accumulation)
+
+
+def _attention(attn: str) -> Any:
+    """cuda.py has the kernels of torch and of flash-attn."""
+    return "eager" if attn == "eager" else "sdpa"
+
+
+def from_features(
+    batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, precision: str
+) -> dict[str, torch.Tensor]:
+    """The batch with features in place of pixels, without contents: a row for each token of its images."""
+    tokens, width = int((batch["input_ids"] == config.image_token_id).sum()), config.get_text_config().hidden_size
+    features = torch.empty(tokens, width, dtype=DTYPES[precision])
+    return {**{name: tensor for name, tensor in batch.items() if name != "pixel_values"}, FEATURES: features}
+
+
+def one_batch_trainer(
+    plan: Plan,
+    model: PreTrainedModel | PeftModel,
+    processor: Processor,
+    batch: Mapping[str, torch.Tensor],
+) -> RecipeTrainer:
+    """The real trainer with this batch as every micro-batch, without start contract, rehearsal and progress."""
+    trainer = make_trainer(
+        plan,
+        model=model,
+        processor=processor,
+        collator=lambda _: dict(batch),
+        report_to="none",
+        logging_strategy="no",
+    )
+    for callback in (StartContract, trainer.rehearsal, trainer.progress):
+        trainer.remove_callback(callback)
+    return trainer
+
+
+def fill_optimizer_state(trainer: RecipeTrainer) -> None:
+    """Make the optimizer and its state, by a step with learning rate 0."""
+    optimizer = trainer.create_optimizer()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def mark_phases(trainer: RecipeTrainer, begin: Callable[[Phase], None]) -> None:
+    """Has `begin` called at the beginning of forward, of backward and of the optimizer's step."""
+    compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        begin("forward")
+        return compute_loss(*args, **kwargs)
+
+    def then_step(*args: Any, **kwargs: Any) -> None:
+        begin("backward")
+        backward(*args, **kwargs)
+        begin("step")
+
+    trainer.compute_loss = forward  # type: ignore[method-assign]
+    trainer.accelerator.backward = then_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inference:
+    """Device, precision and attention of an evaluation."""
+
+    device: DeviceParams
+    precision: str
+    attn: str
+
+
+def record_generation(
+    inference: Inference,
+    config: PreTrainedConfig,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> Recording:
+    """The two fullest moments of a batch of generation, as one phase.
+
+    First the prefill of the last prompts, which keeps keys and values and one logit each, while all other completions
+    are about to end. Then the last token of completions that all have full length: the cache holds prompts and
+    completions, and for an instant one layer's keys twice, as each token is appended (transformers' DynamicCache).
+
+    batch: the longest prompts, without labels, as many as are read at once. batch_size: completions at once.
+    """
+    text, prompts, itemsize = config.get_text_config(), batch["input_ids"], DTYPES[inference.precision].itemsize
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    layer_keys = (prompts.shape[1] + max_new_tokens) * text.num_key_value_heads * width * itemsize  # one completion's
+    with recorder_of(inference.device, inference.attn, config) as recorder:
+        inputs = without_contents(batch)
+        model = new_model(config, precision=inference.precision, attn=_attention(inference.attn)).eval()
+        recorder.label(model.parameters(), "weights")
+        recorder.label(inputs.values(), "activations")
+        recorder.begin("forward")
+        others = batch_size - len(prompts)
+        recorder.add(2 * text.num_hidden_layers * others * layer_keys, "activations")
+        with torch.inference_mode():
+            output = model(**inputs, use_cache=True, logits_to_keep=1)
+        recording = recorder.finish()
+        del output
+    end = max(max(storage.born, storage.died or 0) for storage in recording.storages) + 1
+    for storage in recording.storages:
+        if storage.budget != "weights" and storage.died is None:
+            storage.died = end
+    # The most likely token is chosen among fp32 logits.
+    logits = batch_size * text.vocab_size * (itemsize + torch.float32.itemsize * (itemsize < torch.float32.itemsize))
+    recording.storages += [
+        Storage((2 * text.num_hidden_layers + 1) * batch_size * layer_keys, "activations", born=end + 1),
+        Storage(logits, "logits", born=end + 2),
+    ]
+    return recording

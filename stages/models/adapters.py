@@ -1,0 +1,251 @@
+"""Parts and adapters: which weights of a model a recipe trains, and the trained weights apart from their base.
+
+The parts are vision tower, projector and language model. Works on real and on meta-device models, with or without
+adapters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from stages.core.errors import UserError
+from stages.core.families import FAMILIES, family_of
+from stages.core.params.schema import PARTS, LoraParams, Part, PartsParams
+from stages.models.load import load_base, process_mesh, shard, whole
+
+if TYPE_CHECKING:
+    from stages.planning.plan import Plan
+
+ALL_LINEAR = "all-linear"
+"""In lora.targets: the linear layers of the part, whatever names the base's family has for them."""
+
+ADAPTER_DIR = "adapter"
+WEIGHTS_FILE = "weights.safetensors"
+
+
+@cache
+def _part_patterns() -> tuple[tuple[Part, re.Pattern[str]], ...]:
+    """Projectors and then vision towers of all families; the rest of a model is its language model.
+
+    No family's language model has the names of another's vision tower.
+    """
+    visions = [family.vision for family in FAMILIES.values() if family.vision]
+    patterns: list[tuple[Part, str]] = [("projector", vision.projector) for vision in visions]
+    patterns += [("vision", vision.tower) for vision in visions]
+    return tuple((part, re.compile(pattern)) for part, pattern in dict.fromkeys(patterns))
+
+
+def part_of(name: str) -> Part:
+    """The part that a parameter or module belongs to, by its full name, PEFT's prefixes and infixes allowed."""
+    name = plain_name(name)
+    return next((part for part, pattern in _part_patterns() if pattern.match(name)), "llm")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model without adapters."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def is_idle(model: nn.Module, name: str) -> bool:
+    """Whether a parameter or module belongs to the shared expert of a mixture that was built here: all zero, so that it
+    adds nothing and no gradient ever reaches it (mixture/build.py)."""
+    config = getattr(model, "config", None)
+    return getattr(config, "neutral_shared_expert", False) and ".mlp.shared_expert" in name
+
+
+def load_trainable(plan: Plan) -> PreTrainedModel | PeftModel:
+    """The base with the recipe's adapters on it, placed as planned."""
+    model = apply_recipe(load_base(plan), plan.parts, plan.lora, plan.full_targets)
+    if plan.is_sharded:
+        shard(model, plan, process_mesh(plan))
+    return model
+
+
+def apply_recipe(
+    model: PreTrainedModel,
+    parts: PartsParams,
+    lora: LoraParams | None,
+    full_targets: Mapping[Part, Sequence[str]] | None = None,
+) -> PreTrainedModel | PeftModel:
+    """Freeze and unfreeze by part, attach LoRA adapters where asked, keep trained weights in fp32.
+
+    full_targets: ends of module names by part; of a part that is trained in full, only these modules are trained.
+    Returns the model itself, or a PeftModel around it. Raises UserError if the model lacks a part or a target.
+    """
+    present = {part_of(name) for name, _ in model.named_parameters()}
+    for part in parts.trained():
+        if part not in present:
+            raise UserError(f"parts.{part} is to be trained, but {type(model).__name__} has no {part}")
+    full = _full_parameters(model, parts, full_targets or {})
+    model.requires_grad_(False)
+    adapted: PreTrainedModel | PeftModel = model
+    if parts.trained("lora"):
+        assert lora is not None
+        is_meta = any(parameter.is_meta for parameter in model.parameters())
+        adapted = get_peft_model(model, lora_config(model, lora), low_cpu_mem_usage=is_meta)
+        for layer in adapted.modules():
+            if isinstance(layer, LoraLayer) and model.dtype != torch.float32:
+                layer.cast_input_dtype_enabled = False  # to the adapter's fp32, from which autocast casts back
+    for name, parameter in adapted.named_parameters():
+        if plain_name(name) in full:
+            parameter.requires_grad_(True)
+        if parameter.requires_grad:
+            # fp16 needs fp32 weights under GradScaler, and small updates to bf16 weights are lost to rounding.
+            parameter.data = parameter.data.to(torch.float32)
+    return adapted
+
+
+def _full_parameters(
+    model: PreTrainedModel, parts: PartsParams, full_targets: Mapping[Part, Sequence[str]]
+) -> set[str]:
+    """Names of the parameters that are trained in full. Raises UserError for a target without any."""
+    found: set[str] = set()
+    for part in parts.trained("full"):
+        names = [name for name, _ in model.named_parameters() if part_of(name) == part and not is_idle(model, name)]
+        targets = full_targets.get(part)
+        if targets is None:
+            found.update(names)
+            continue
+        for target in targets:
+            # A module's parameters and those of the modules within it.
+            chosen = [name for name in names if f".{target}." in f".{name}"]
+            if not chosen:
+                endings = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in names})
+                raise UserError(
+                    f"full_targets.{part}: {target!r} names no module with weights; the {part}'s end in "
+                    f"{', '.join(endings)}"
+                )
+            found.update(chosen)
+    return found
+
+
+def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
+    """PEFT's configuration, whose targets are the layers that the recipe names and no others.
+
+    Raises UserError for a target that matches no linear layer of its part.
+    """
+    linears = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not is_idle(model, name)
+    ]
+    targets = {part: _target_suffixes(model, part, suffixes) for part, suffixes in lora.targets.items()}
+    for part, suffixes in targets.items():
+        for suffix in suffixes:
+            if not any(part_of(name) == part and _ends_with(name, suffix) for name in linears):
+                endings = sorted({name.rsplit(".", 1)[-1] for name in linears if part_of(name) == part})
+                raise UserError(
+                    f"lora.targets.{part}: {suffix!r} names no linear layer; the {part}'s end in {', '.join(endings)}; "
+                    f"{ALL_LINEAR} names those of any family"
+                )
+    names = [name for name in linears if any(_ends_with(name, suffix) for suffix in targets.get(part_of(name), ()))]
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        bias="none",
+        task_type="CAUSAL_LM",
+        target_modules=names,
+    )
+
+
+def _target_suffixes(model: PreTrainedModel, part: Part, suffixes: Sequence[str]) -> Sequence[str]:
+    """The suffixes, or the family's own names of the part's linear layers for ALL_LINEAR."""
+    if ALL_LINEAR not in suffixes:
+        return suffixes
+    family = family_of(model.config.model_type)
+    linears = {"llm": family.linears, "vision": family.vision.linears if family.vision else ()}.get(part, ())
+    if not linears:
+        raise UserError(f"lora.targets.{part}: {ALL_LINEAR} is known for vision and llm only; name the layers")
+    return linears
+
+
+def _ends_with(name: str, suffix: str) -> bool:
+    """Compares whole dotted components: `attn.proj` ends `blocks.0.attn.proj`, `proj` does not end `o_proj`."""
+    return name == suffix or name.endswith(f".{suffix}")
+
+
+def count_trainable(model: nn.Module) -> dict[str, int]:
+    """Trainable parameters by part and in `total`, and `all` of them, adapters among them, trainable or not."""
+    counts: dict[str, int] = dict.fromkeys((*PARTS, "total", "all"), 0)
+    for name, parameter in model.named_parameters():
+        packed = getattr(parameter, "quant_state", None)  # bitsandbytes packs two 4-bit weights in a byte
+        size = parameter.numel() if packed is None else int(torch.Size(packed.shape).numel())
+        counts["all"] += size
+        if parameter.requires_grad:
+            counts[part_of(name)] += size
+            counts["total"] += size
+    return counts
+
+
+def trainable_line(counts: Mapping[str, int]) -> str:
+    """counts: from `count_trainable`."""
+    by_part = ", ".join(f"{part} {counts[part]:,}" for part in PARTS)
+    return f"trainable={counts['total']:,} of {counts['all']:,} ({by_part})"
+
+
+def trained_modules(model: nn.Module) -> set[str]:
+    """Plain names of the modules whose weights a recipe changes."""
+    return {
+        re.sub(r"\.lora_.*$", "", plain_name(name)) if ".lora_" in name else plain_name(name).rpartition(".")[0]
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def trained_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
+    """All trained weights by name, on the CPU.
+
+    All processes of a sharded model have to call this together; each gets whole tensors.
+    """
+    return {
+        name: whole(parameter.detach()).cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def save_trained(
+    model: PreTrainedModel | PeftModel, folder: Path, *, base_dir: str, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Write `folder/adapter/` (PEFT) and `folder/weights.safetensors` (parts trained in full), if there are any.
+
+    base_dir: the base's path relative to the workspace, for PEFT's own tools; loading here goes by the lineage.
+    tensors: from `trained_tensors`.
+    """
+    full = {plain_name(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    if full:
+        save_file(full, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    if isinstance(model, PeftModel):
+        config = model.peft_config["default"]
+        config.base_model_name_or_path = base_dir
+        config.target_modules = sorted(config.target_modules)  # PEFT's is a set
+        adapter = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
+        model.save_pretrained(
+            folder / ADAPTER_DIR, state_dict=adapter, safe_serialization=True, save_embedding_layers=False
+        )
+        (folder / ADAPTER_DIR / "README.md").unlink(missing_ok=True)  # a model card of blanks
+
+
+def load_trained(base: PreTrainedModel, folder: Path) -> PreTrainedModel | PeftModel:
+    """`base` with the trained weights of `folder`: full weights in place of its own, adapters attached, not merged.
+
+    The caller has made sure that this is the right base (`lineage.require_base`), whose weights have the same shapes.
+    """
+    weights_path, adapter_dir = folder / WEIGHTS_FILE, folder / ADAPTER_DIR
+    parameters = dict(base.named_parameters())
+    for name, tensor in (load_file(weights_path) if weights_path.exists() else {}).items():
+        assert parameters[name].shape == tensor.shape, (weights_path, name, tensor.shape)
+        parameters[name].data.copy_(tensor)
+    if not adapter_dir.exists():
+        return base
+    return PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=False, autocast_adapter_dtype=True)

@@ -1,0 +1,385 @@
+"""Prompts: from conversations to a model's inputs, through its own processor and chat template.
+
+A template marks an answer by `{% generation %}` and `{% endgeneration %}` (transformers, render_jinja_template), but
+published ones seldom do. The family knows where the marks go (answer_marks), or TRL has the same template with marks.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal, TypeAlias
+
+import torch
+import transformers
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from stages.core.errors import UserError
+from stages.core.families import FAMILIES, PAGE, PROMPT_OPTIONS, family_of
+from stages.core.params.schema import ImageParams
+from stages.data.conversation import Conversation, message
+from stages.data.images import ImageRecord
+from stages.data.prepared import shows_images
+from stages.internals.transformers_internals import num_image_tokens
+from stages.models.load import NO_MODEL, library_errors, load_config
+
+Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
+"""A vision-language model's processor, or a text model's tokenizer."""
+
+Messages = Sequence[Mapping[str, Any]]
+"""Messages of a conversation, in the form that a chat template takes."""
+
+VIDEO_SETTINGS = ("size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+"""Settings that a video processor shares with the image processor beside it."""
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ImagesOnly:
+    """A Qwen-VL processor of an image processor and a tokenizer alone; a video is refused.
+
+    transformers' own needs torchvision for a video processor even if only images are used
+    (huggingface/transformers#48558), and there is none for the CPU build of torch. This one reads and writes the same
+    files, under the same class name.
+    """
+
+    model_type: str
+
+    # ProcessorMixin takes its parts from this signature. `_`: the video processor's settings, as read from a folder.
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[call-arg]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings to save: those of transformers' class, so that it loads where torchvision is installed."""
+        settings = super().to_dict()  # type: ignore[misc]
+        images = settings["image_processor"]
+        vision = family_of(self.model_type).vision
+        assert vision is not None
+        settings["video_processor"] = {"video_processor_type": vision.video_processor}
+        settings["video_processor"] |= {name: images[name] for name in VIDEO_SETTINGS if name in images}
+        return settings
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.model_type, vars(self))
+
+
+@cache
+def images_only(model_type: str) -> type[ProcessorMixin]:
+    """The ImagesOnly of a family."""
+    plain: type[ProcessorMixin] = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+    # Its name is written beside processor and tokenizer.
+    kind: type[ProcessorMixin] = type(plain.__name__, (ImagesOnly, plain), {"model_type": model_type})
+    return kind
+
+
+def _restored(model_type: str, settings: dict[str, Any]) -> ProcessorMixin:
+    kind = images_only(model_type)
+    processor: ProcessorMixin = object.__new__(kind)
+    vars(processor).update(settings)
+    return processor
+
+
+def load_processor(folder: Path, images: ImageParams | None) -> Processor:
+    """The processor of a vision-language model, or the tokenizer of a text model, with the profile's pixel limits.
+
+    Raises UserError for a model of an unknown family.
+    Images are resized by Pillow everywhere, never by torchvision: a CPU and a GPU machine see the same pixels.
+    """
+    offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    model_type = load_config(folder).model_type
+    family = family_of(model_type)
+    processor: Processor
+    with library_errors(NO_MODEL.format(folder)):
+        if family.vision is not None:
+            tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+            image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **offline)
+            processor = images_only(model_type)(image_processor, tokenizer, chat_template=tokenizer.chat_template)
+        else:
+            processor = tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+    tokenizer.family = model_type
+    for name in ("is_local", "local_files_only"):  # transformers would write them into a saved tokenizer_config.json
+        tokenizer.init_kwargs.pop(name, None)
+    if tokenizer.pad_token is None:  # Llama has none; masks and labels mark the padding
+        tokenizer.pad_token = tokenizer.eos_token
+    if images is not None and isinstance(processor, ProcessorMixin):
+        processor.image_processor.size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
+    return processor
+
+
+def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
+    return processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
+
+
+def resizing(processor: Processor) -> Callable[[int, int], tuple[int, int]] | None:
+    """A picklable function from an image's (width, height) in pixels to those after the processor has resized it.
+
+    None for a text model.
+    """
+    if isinstance(processor, PreTrainedTokenizerBase):
+        return None
+    images = processor.image_processor
+    limits = {"min_pixels": images.size["shortest_edge"], "max_pixels": images.size["longest_edge"]}
+    return partial(_resized, factor=images.patch_size * images.merge_size, **limits)
+
+
+def _resized(width: int, height: int, **limits: int) -> tuple[int, int]:
+    height, width = smart_resize(height, width, **limits)
+    return width, height
+
+
+def samples_for(samples: ModuleType, model_type: str, processor: Processor) -> Any:
+    """A task's samples for one model: the module itself, or its ForModel if the form of an answer depends on the
+    model's family and on how its images are resized."""
+    return samples.ForModel(model_type, resizing(processor)) if hasattr(samples, "ForModel") else samples
+
+
+def encode(
+    processor: Processor,
+    conversations: Sequence[Conversation],
+    *,
+    padding_side: Literal["left", "right"],
+    max_length: int | None = None,
+    mark_answers: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The model's inputs for these conversations, through the model's own chat template.
+
+    max_length: tokens to which `shortened` cuts each conversation that has a shortenable text; others stay whole.
+    mark_answers: return `answers` (B, T) too, True for each token of an answer and the end of its turn.
+    Unanswered conversations end with the prompt for an answer. Returns input_ids and attention_mask (B, T) and, with
+    images, pixel_values (patches, features), image_grid_thw (images, 3) and mm_token_type_ids (B, T).
+    Raises UserError if a text holds a token by which the template sets messages apart, and for images in a text model's
+    conversation.
+    """
+    for conversation in conversations:
+        _refuse_markup(processor, conversation)
+    conversations = [shortened(processor, conversation, max_length) for conversation in conversations]
+    texts = [rendered(processor, conversation) for conversation in conversations]
+    options: dict[str, Any] = {"padding": True, "padding_side": padding_side, "return_tensors": "pt"}
+    if isinstance(processor, PreTrainedTokenizerBase):
+        batch = dict(processor(texts, add_special_tokens=False, **options))
+    else:
+        images = [
+            [image.open_image() if isinstance(image, ImageRecord) else image for image in conversation.images]
+            for conversation in conversations
+            if conversation.images
+        ]
+        batch = dict(processor(text=texts, images=images or None, return_mm_token_type_ids=True, **options))
+    if mark_answers:
+        batch["answers"] = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+        for row, (text, conversation) in enumerate(zip(texts, conversations, strict=True)):
+            real = batch["attention_mask"][row].bool()
+            batch["answers"][row, real] = _answer_tokens(processor, text, conversation, batch["input_ids"][row, real])
+    return batch
+
+
+def _answer_tokens(processor: Processor, text: str, conversation: Conversation, ids: torch.Tensor) -> torch.Tensor:
+    """(T,) bool: the assistant's tokens.
+
+    text: as rendered. ids: (T,) its tokens, after the processor has widened the placeholder of each image.
+    """
+    tokenizer = tokenizer_of(processor)
+    narrow = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt")
+    starts, ends = narrow["offset_mapping"][0].unbind(1)
+    in_answer = torch.zeros_like(starts, dtype=torch.bool)
+    with _template_errors(processor, conversation):
+        for start, end in _answer_spans(tokenizer, _messages(processor, conversation)):
+            in_answer |= (starts < end) & (ends > start)
+    placeholder = getattr(processor, "image_token_id", None)
+    if placeholder is None:
+        return in_answer
+    answers = torch.zeros_like(ids, dtype=torch.bool)
+    answers[ids != placeholder] = in_answer[narrow["input_ids"][0] != placeholder]
+    return answers
+
+
+def count_tokens(processor: Processor, conversation: Conversation, *, max_length: int | None = None) -> int:
+    """The number of tokens that `encode` makes of a conversation; images are counted by their size alone."""
+    conversation = shortened(processor, conversation, max_length)
+    text = rendered(processor, conversation)
+    length = len(tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"])
+    if conversation.images:
+        # The template writes one placeholder an image, which the processor widens.
+        sizes = [(image.height, image.width) for image in conversation.images]
+        length += sum(num_image_tokens(processor, sizes)) - len(sizes)
+    return length
+
+
+def shortened(processor: Processor, conversation: Conversation, max_length: int | None) -> Conversation:
+    """The conversation with its shortenable text cut at the end, so that at most `max_length` tokens are left.
+
+    The cut is between two tokens of the text. The result is longer if the rest alone is; a conversation without a
+    shortenable text is returned as it is.
+    """
+    shortenable = next(
+        (
+            (turn, number)
+            for turn, message in enumerate(conversation.messages)
+            for number, part in enumerate(message["content"])
+            if part.get("shortenable")
+        ),
+        None,
+    )
+    if max_length is None or shortenable is None:
+        return conversation
+    turn, number = shortenable
+    part = conversation.messages[turn]["content"][number]
+    options: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    offsets = tokenizer_of(processor)(part["text"], **options)["offset_mapping"]
+    ends = [0, *(end for _, end in offsets[:max_length])]  # no more tokens of the text can be left
+    while True:
+        messages = copy.deepcopy(conversation.messages)
+        messages[turn]["content"][number]["text"] = part["text"][: ends[-1]]
+        cut = replace(conversation, messages=messages)
+        excess = count_tokens(processor, cut) - max_length
+        if excess <= 0 or len(ends) == 1:
+            return cut
+        # Repeated only if tokens at the cut fuse with the next ones, or a character has several of them.
+        del ends[max(1, len(ends) - excess) :]
+
+
+def rendered(processor: Processor, conversation: Conversation) -> str:
+    """The text that the model reads before it is tokenized, with a placeholder for each image.
+
+    An unanswered conversation ends with the prompt for an answer. Raises UserError if the chat template fails.
+    """
+    tokenizer, messages = tokenizer_of(processor), _messages(processor, conversation)
+    with _template_errors(processor, conversation):
+        if conversation.answered():
+            return _render(tokenizer, marked_template(tokenizer), messages)[0]
+        return _render(tokenizer, tokenizer.get_chat_template(), messages, add_generation_prompt=True)[0]
+
+
+def _answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[tuple[int, int]]:
+    """Start and end of each answer with the end of its turn, in characters of the rendered text.
+
+    Text that the prompt already has (a line break in Qwen2.5's marks, an empty <think> block in Qwen3's) and a line
+    break behind the end of the turn are not part of it. Raises UserError if the template marks another number of
+    answers than there are.
+    """
+    template = marked_template(tokenizer)
+    text, marked = _render(tokenizer, template, messages, return_assistant_tokens_mask=True)
+    spans: list[tuple[int, int]] = []
+    for start, end in marked:  # a template may mark the end of the text apart from the last answer (Phi-3)
+        spans.append((spans.pop()[0] if spans and spans[-1][1] == start else start, end))
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(spans) != len(turns):
+        raise UserError(f"{len(turns)} assistant turns, but the chat template marks {len(spans)} answers; {PAGE}")
+    for turn, (start, end) in zip(turns, spans, strict=True):
+        prompt, _ = _render(tokenizer, template, messages[:turn], add_generation_prompt=True)
+        prompted = len(prompt) if text.startswith(prompt) else 0
+        yield max(start, prompted), start + len(text[start:end].rstrip("\n"))
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages, **options: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text and, with return_assistant_tokens_mask, the spans between the template's marks."""
+    options = {**tokenizer.special_tokens_map, **PROMPT_OPTIONS, **options}
+    texts, spans = render_jinja_template([messages], chat_template=template, **options)
+    return texts[0], spans[0] if spans else []
+
+
+def marked_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template if it marks answers, or one that does and renders answered conversations alike.
+
+    tokenizer: from `load_processor`, which knows its family. Raises UserError if none is known.
+    """
+    return _marked(tokenizer.get_chat_template(), getattr(tokenizer, "family", None))
+
+
+@cache
+def _marked(template: str, model_type: str | None) -> str:
+    if _MARK.search(template):
+        return template
+    marks = family_of(model_type).answer_marks if model_type else {}
+    if marks and all(plain in template for plain in marks):
+        for plain, marked in marks.items():
+            template = template.replace(plain, marked)
+        return template
+    from trl.chat_template_utils import get_training_chat_template  # slow to import
+
+    try:
+        # TRL compares the template with those that it knows; whether tools can be called does not matter here.
+        unmarked = SimpleNamespace(chat_template=template, apply_chat_template=lambda *_, **__: "")
+        found = get_training_chat_template(unmarked)
+    except ValueError:
+        found = None
+    if found is None:
+        raise UserError(
+            "the model's chat template does not mark answers ({% generation %}), and no marked form of it is known, so "
+            f"the assistant's tokens are not known; {PAGE} says how to bring one"
+        )
+    return found
+
+
+def check_chat_template(folder: Path) -> None:
+    """Raises UserError if the model's tokenizer cannot be loaded, or its chat template cannot render a conversation, or
+    renders an answered one differently up to the prompt for its last answer."""
+    messages = [message(role, "You?") for role in ("user", "assistant", "user", "assistant")]
+    processor = load_processor(folder, None)
+    prompt, answered = (rendered(processor, Conversation(sample_id="check", messages=messages[:end])) for end in (3, 4))
+    if not answered.startswith(prompt):
+        raise UserError(
+            f"by the chat template of {folder}, a model would be trained on {answered!r}, but prompted with "
+            f"{prompt!r}, which is no beginning of it; {PAGE} says how to bring another"
+        )
+
+
+def takes(processor: Processor, conversation: Conversation) -> bool:
+    """Whether the model takes all parts of a conversation: a text model takes no images."""
+    return not (isinstance(processor, PreTrainedTokenizerBase) and conversation.images)
+
+
+def require_takes(processor: Processor, prepared_dir: Path) -> None:
+    """Raises UserError if a dataset has images in any of its splits, and the model is a text model."""
+    if isinstance(processor, PreTrainedTokenizerBase) and shows_images(prepared_dir):
+        raise _takes_no_images(processor, f"{prepared_dir} has samples with images (see its stats.json)")
+
+
+def _takes_no_images(text_model: PreTrainedTokenizerBase, found: str) -> UserError:
+    known = [name for name, family in FAMILIES.items() if family.vision]
+    return UserError(
+        f"{found}, and {text_model.name_or_path} is a text model; take a base of {', '.join(known)}, or leave the "
+        "images out"
+    )
+
+
+def _messages(processor: Processor, conversation: Conversation) -> list[dict[str, Any]]:
+    """The messages in the template's form: templates of text models, Qwen2.5's among them, know no text parts."""
+    if not isinstance(processor, PreTrainedTokenizerBase):
+        return conversation.messages
+    if not takes(processor, conversation):
+        raise _takes_no_images(processor, f"sample {conversation.sample_id} has images")
+    return [{**turn, "content": "".join(part["text"] for part in turn["content"])} for turn in conversation.messages]
+
+
+def _refuse_markup(processor: Processor, conversation: Conversation) -> None:
+    """Raises UserError if a text holds a token by which the chat template sets messages apart."""
+    tokenizer = tokenizer_of(processor)
+    markup = _markup(tokenizer, tokenizer.get_chat_template())
+    for text in (part.get("text", "") for turn in conversation.messages for part in turn["content"]):
+        if token := next((token for token in markup if token in text), None):
+            raise UserError(f"a text of sample {conversation.sample_id} holds chat markup, {token}; remove it")
+
+
+@cache
+def _markup(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, ...]:
+    """Special tokens that the template writes. Some have no name: Gemma 3's <end_of_turn> is only an added token."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted(token for token in added.union(tokenizer.all_special_tokens) if token in template))
+
+
+def _template_errors(processor: Processor, conversation: Conversation) -> AbstractContextManager[None]:
+    return library_errors(
+        f"the chat template of {tokenizer_of(processor).name_or_path} (chat_template.jinja, or in "
+        f"tokenizer_config.json) fails on the messages of sample {conversation.sample_id}"
+    )

@@ -1,0 +1,163 @@
+"""The fallback ladder: the settings that a run gives up, one after the other, if memory does not suffice.
+
+First come settings that keep the trajectory within float error: fused AdamW, a smaller micro-batch with more
+accumulation, gradient checkpointing, and sharding over the devices that a profile gives to ddp. Then optimizer states
+of 8 bits, which change the arithmetic a little. Last nf4 for frozen weights, only if the recipe itself specifies it.
+Within each group the cheapest comes first; costs are assumed, not measured. Pixels, length, rank, the precision of
+trained weights, the effective batch and the seed never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice, pairwise
+from typing import Literal
+
+from stages.core.errors import UserError
+from stages.core.params.schema import OPTIMIZERS
+from stages.planning.plan import Plan, read_plan
+
+MAX_BATCH_SIZE = 128
+"""Largest generation batch if evaluation.batch_size is auto. A step of it reads more keys and values than weights, so
+a larger batch is hardly faster."""
+TOKENS_TO_FILL_A_GPU = 2048
+"""Tokens of a micro-batch that takes twice the time per token of a large one. Assumed, not measured."""
+
+
+def rungs(plan: Plan) -> Iterator[Plan]:
+    """The plan itself and the plans below it, each one step down: the cheapest that is left."""
+    rung: Plan | None = plan
+    while rung is not None:
+        yield rung
+        rung = next((below for step in _STEPS if (below := step(rung)) is not None), None)
+
+
+def climbs(plan: Plan) -> list[list[Plan]]:
+    """The plan with every micro-batch of the same result, from the least memory up: without gradient checkpointing, and
+    with it if the plan has it."""
+    schedule, share = plan.schedule, plan.samples_per_step
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    schedules = [replace(schedule, micro_batch=size, grad_accumulation=share // size) for size in sizes]
+    return [
+        [replace(plan, gradient_checkpointing=checkpointing, schedule=each) for each in schedules]
+        for checkpointing in {False, plan.gradient_checkpointing}
+    ]
+
+
+def assumed_time(plan: Plan, flops: float) -> float:
+    """Time of a step relative to other plans of the recipe. flops: of a micro-batch, repeated passes included."""
+    slowdown = 1 + TOKENS_TO_FILL_A_GPU / (plan.schedule.micro_batch * plan.max_length)
+    return flops * plan.schedule.grad_accumulation * slowdown
+
+
+def rung_changes(plan: Plan) -> list[str]:
+    """The changes of each rung, e.g. "micro_batch 2 -> 1, grad_accumulation 8 -> 16"."""
+    return [", ".join(changes_between(above, below)) for above, below in pairwise(rungs(plan))]
+
+
+def planned(recipe: str, attempt: int) -> Plan:
+    """The plan of a recipe so many rungs down. Raises UserError if it is missing, damaged, or has fewer rungs."""
+    plan = lowered(read_plan(recipe), attempt)
+    if plan is None:
+        raise UserError(f"the plan of {recipe} has fewer than {attempt} settings to lower")
+    return plan
+
+
+def lowered(plan: Plan, attempt: int) -> Plan | None:
+    """The plan `attempt` rungs down: 0 is the plan itself. None below the last rung."""
+    return next(islice(rungs(plan), attempt, None), None)
+
+
+def lowered_batch_size(batch_size: int, attempt: int) -> int | None:
+    """An evaluation's batch size, halved `attempt` times; None below 1."""
+    return batch_size >> attempt or None
+
+
+def prefill_batch_size(batch_size: int) -> int:
+    """Prompts of an evaluation's batch that are read in one pass."""
+    return max(1, batch_size // 8)
+
+
+def batch_size_changes(batch_size: int | Literal["auto"]) -> list[str]:
+    """The changes of each rung of an evaluation. With `auto` only the stage itself knows the last one."""
+    if batch_size == "auto":
+        return [f"batch_size auto / {1 << attempt}" for attempt in range(1, MAX_BATCH_SIZE.bit_length())]
+    sizes = [batch_size >> attempt for attempt in range(batch_size.bit_length())]
+    return [f"batch_size {before} -> {after}" for before, after in pairwise(sizes)]
+
+
+def settings(plan: Plan) -> dict[str, str]:
+    """The settings that the ladder may change, as text."""
+    placement = {"placement": f"{plan.placement} over {plan.device.total}"} if plan.is_data_parallel else {}
+    return placement | {
+        "micro_batch": str(plan.schedule.micro_batch),
+        "grad_accumulation": str(plan.schedule.grad_accumulation),
+        "gradient_checkpointing": "on" if plan.gradient_checkpointing else "off",
+        "optimizer": plan.optimizer,
+        "quantization": plan.quantization,
+    }
+
+
+def changes_between(before: Plan, after: Plan) -> tuple[str, ...]:
+    """For example ("micro_batch 16 -> 4", "grad_accumulation 1 -> 4")."""
+    pairs = zip(settings(before).items(), settings(after).values(), strict=True)
+    return tuple(f"{name} {old} -> {new}" for (name, old), new in pairs if old != new)
+
+
+def _fuse_optimizer(plan: Plan) -> Plan | None:
+    """The next smaller optimizer, if its states are the same."""
+    smaller = _shrink_optimizer(plan)
+    if smaller is None:
+        return None
+    before, after = OPTIMIZERS[plan.optimizer], OPTIMIZERS[smaller.optimizer]
+    return smaller if (before.bits, before.paged) == (after.bits, after.paged) else None
+
+
+def _divide_micro_batch(plan: Plan) -> Plan | None:
+    """Take the next divisor of a device's share of the effective batch, at most half.
+
+    It does not jump to 1: a failing attempt costs a minute, since the largest samples go through first, and a
+    micro-batch that is smaller than necessary costs time in every step.
+    """
+    schedule, share = plan.schedule, plan.samples_per_step
+    micro_batch = next((size for size in range(schedule.micro_batch // 2, 0, -1) if share % size == 0), None)
+    if micro_batch is None:
+        return None
+    return replace(plan, schedule=replace(schedule, micro_batch=micro_batch, grad_accumulation=share // micro_batch))
+
+
+def _checkpoint_gradients(plan: Plan) -> Plan | None:
+    return None if plan.gradient_checkpointing else replace(plan, gradient_checkpointing=True)
+
+
+def _shard(plan: Plan) -> Plan | None:
+    """Shard over ddp's devices, which sends each layer's weights twice per micro-batch, and its gradients once.
+
+    Not if the recipe itself specifies nf4, which saves more. FSDP's shares of a weight are DTensors, which neither nf4
+    weights nor some optimizers support.
+    """
+    shardable = not plan.may_be_quantized and OPTIMIZERS[plan.optimizer].shardable
+    return replace(plan, placement="sharded", features_bytes=0) if plan.placement == "ddp" and shardable else None
+
+
+def _shrink_optimizer(plan: Plan) -> Plan | None:
+    """The next smaller optimizer: states of 8 bits, then paged ones."""
+    smaller = OPTIMIZERS[plan.optimizer].smaller
+    if not plan.on_gpu or smaller is None:
+        return None
+    if plan.is_sharded and not OPTIMIZERS[smaller].shardable:
+        return None
+    return replace(plan, optimizer=smaller)
+
+
+def _quantize(plan: Plan) -> Plan | None:
+    allowed = plan.may_quantize and not plan.is_quantized and not plan.is_sharded and not plan.parts.trained("full")
+    return replace(plan, quantization="nf4") if allowed else None
+
+
+_STEPS = (
+    *(_fuse_optimizer, _divide_micro_batch, _checkpoint_gradients, _shard),  # the trajectory stays
+    _shrink_optimizer,
+    _quantize,
+)

@@ -1,0 +1,204 @@
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stages.core.errors import UserError
+from stages.core.params.schema import DataParams, LimitParams
+from stages.data.near import Description, describe_text
+from stages.data.prepared import RawDataset, Rules, Sample, write_prepared
+from stages.data.sources import Place
+
+SCHEMA = pa.schema([("word", pa.string()), ("number", pa.int64())])
+
+
+@dataclass(frozen=True)
+class Word:
+    word: str
+    number: int = 0
+
+    def subject(self) -> str:
+        return self.word.lower()
+
+    def content(self) -> list[Any]:
+        return [self.word, self.number]
+
+    def description(self) -> Description:
+        return describe_text(self.word.replace("_", " "))
+
+
+def samples(file: str, words: Iterable[str]) -> list[Sample[Word]]:
+    """A word that starts with an exclamation mark is invalid."""
+    return [
+        (Place(file, line), ["it shouts", "it is loud"] if word.startswith("!") else Word(word))
+        for line, word in enumerate(words, start=1)
+    ]
+
+
+def prepare(
+    out_dir: Path,
+    train: str,
+    val: str | None = None,
+    *,
+    test: str | None = None,
+    limit: LimitParams | None = None,
+    **data: Any,
+) -> dict[str, Any]:
+    def summary(_: str, records: Sequence[Word]) -> dict[str, Any]:
+        return {"longest": max(len(record.word) for record in records)}
+
+    splits = {"train": samples("train.txt", train.split())}
+    for split, words in {"val": val, "test": test}.items():
+        if words is not None:
+            splits[split] = samples(f"{split}.txt", words.split())
+    rules = Rules(schema=SCHEMA, summary=summary, expected="files of words", subject="word", held_out=0.25)
+    dataset = RawDataset(rules=rules, source="folder:in", splits=splits, unused_files=lambda: ["c.txt", "b.txt"])
+    return write_prepared(dataset, out_dir, DataParams(**data), limit)
+
+
+def refusal(out_dir: Path, train: str, val: str | None = None, **data: Any) -> str:
+    with pytest.raises(UserError) as refused:
+        prepare(out_dir, train, val, **data)
+    assert not out_dir.exists()
+    return refused.value.message
+
+
+def words(out_dir: Path, split: str) -> list[str]:
+    return [row["word"] for row in pq.read_table(out_dir / f"{split}.parquet").to_pylist()]
+
+
+def test_splits_and_their_figures_are_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stats = prepare(tmp_path / "out", "a bb ccc bb", "d")
+    assert pq.read_schema(tmp_path / "out/val.parquet") == SCHEMA
+    assert (words(tmp_path / "out", "train"), words(tmp_path / "out", "val")) == (["a", "bb", "ccc", "bb"], ["d"])
+    assert json.loads((tmp_path / "out/stats.json").read_text()) == stats
+    assert (stats["source"], stats["unused_files"]) == ("folder:in", ["b.txt", "c.txt"])
+    assert caplog.messages == ["not read: b.txt, c.txt"]
+    assert stats["splits"]["train"].pop("digest").startswith("sha256:")
+    nothing = {"invalid_rows": 0, "invalid": [], "leaked_rows": 0, "leaked": []}
+    assert stats["splits"]["train"] == {"records": 4, "longest": 3, **nothing}
+
+
+def test_the_same_samples_give_the_same_bytes_and_others_another_digest(tmp_path: Path) -> None:
+    digests = [
+        prepare(tmp_path / name, train, "d")["splits"]["train"]["digest"]
+        for name, train in (("a", "x y"), ("b", "x y"), ("c", "y x"))
+    ]
+    assert digests[0] == digests[1] != digests[2]
+    for file in ("train.parquet", "val.parquet", "stats.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "data", "parts"),
+    [
+        (
+            "a !b",
+            "!c d",
+            {},
+            ("2 invalid samples", "train.txt line 2: it is loud", "val.txt line 1: it shouts", "data.skip_invalid"),
+        ),
+        ("a", "!b", {}, ("Nothing of val is valid", "Expected: files of words")),
+        ("!b", None, {}, ("Nothing of train is valid",)),
+        ("a " + "! " * 30, "d", {}, ("30 invalid samples", "and 10 more")),
+        ("a B b", "b c b", {}, ("2 samples whose word", "train and val: train.txt line 2 and val.txt line 1: B")),
+        ("a !b", "a", {"skip_invalid": True}, ("no valid sample in the split train; 2 samples left out",)),
+        ("a", "!b", {"skip_invalid": True}, ("val.txt line 1: it shouts", "Nothing of val is valid")),
+        ("a !b c", "d", {"selection": 0.5}, ("Correct them, or leave them out",)),
+        ("a", "", {}, ("no valid sample in the split val",)),
+        ("a b", "c", {"selection": 0.01}, ("no valid sample in the split selection",)),
+        ("a A", None, {}, ("only 1 word to train on", "at least 2")),
+    ],
+)
+def test_a_refused_dataset_leaves_nothing_behind(
+    tmp_path: Path, train: str, val: str | None, data: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    message = refusal(tmp_path / "out", train, val, **data)
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_refused_dataset_leaves_the_earlier_one_in_place(tmp_path: Path) -> None:
+    prepare(tmp_path / "out", "a", "b")
+    with pytest.raises(UserError):
+        prepare(tmp_path / "out", "a", "a")
+    assert words(tmp_path / "out", "val") == ["b"]
+
+
+def test_skipped_samples_are_counted_and_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stats = prepare(tmp_path / "out", "a !b C", "d c", skip_invalid=True)["splits"]
+    assert words(tmp_path / "out", "train") == ["a"]
+    assert stats["train"]["invalid_rows"] == 1
+    assert stats["train"]["invalid"] == [
+        {"file": "train.txt", "line": 2, "problem": problem} for problem in ("it shouts", "it is loud")
+    ]
+    assert (stats["train"]["leaked_rows"], stats["val"]["leaked_rows"]) == (1, 0)
+    assert stats["train"]["leaked"] == [{"train": "train.txt line 3", "val": "val.txt line 2"}]
+    assert "1 sample of train left out: in val too" in caplog.messages
+
+
+def test_a_word_is_left_in_the_split_that_is_scored_last(tmp_path: Path) -> None:
+    stats = prepare(tmp_path / "out", "a B c d", "b e", test="C e f", skip_invalid=True)["splits"]
+    found = {split: words(tmp_path / "out", split) for split in stats}
+    assert found == {"train": ["a", "d"], "val": ["b"], "test": ["C", "e", "f"]}
+    assert stats["val"]["leaked"] == [{"val": "val.txt line 2", "test": "test.txt line 2"}]
+    assert {each["train"]: each.get("test", each.get("val")) for each in stats["train"]["leaked"]} == {
+        "train.txt line 2": "val.txt line 1",
+        "train.txt line 3": "test.txt line 1",
+    }
+    with pytest.raises(UserError, match=r"3 samples .*\n.*train and val: .*\n.*train and test: .*\n.*val and test: "):
+        prepare(tmp_path / "refused", "a B c d", "b e", test="C e f")
+
+
+def test_a_sample_that_resembles_one_of_another_split_is_counted_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "_".join(f"word{number}" for number in range(60))
+    edited, other = text.replace("word30", "changed"), text.replace("word", "another")
+    short = "the_same_short_sentence_about_a_cup"
+    train = f"{edited} {other} {short}_again"
+    stats = prepare(tmp_path / "out", train, f"{text} {short}")
+    assert stats["near_duplicates"] == ["train train.txt line 1 resembles val val.txt line 1"]
+    assert "1 sample may make scores too good" in caplog.text
+    assert words(tmp_path / "out", "train") == [edited, other, f"{short}_again"], "it is only counted"
+    message = refusal(tmp_path / "refused", train, f"{text} {short}", near_duplicates="refuse")
+    assert "1 near-duplicate in two splits" in message
+    assert "data.near_duplicates: count" in message
+    assert "near_duplicates" not in prepare(tmp_path / "apart", f"{edited} {text}", short), "within a split all is well"
+
+
+def test_validation_is_held_out_beside_a_test_split(tmp_path: Path) -> None:
+    stats = prepare(tmp_path / "out", "a b c d e f g h i", test="x a", skip_invalid=True)
+    assert stats["validation"] == "25% of what the training files hold, by a digest of each word"
+    found = {split: set(words(tmp_path / "out", split)) for split in stats["splits"]}
+    assert found["test"] == {"x", "a"}
+    assert found["train"] | found["val"] == set("bcdefghi")
+    assert found["val"]
+
+
+def test_a_share_is_held_out_and_one_set_aside_whatever_the_order(tmp_path: Path) -> None:
+    train = [f"{letter}{number}" for letter in "abCdefGhij" for number in range(20)] + ["A1", "B2"]
+    stats = prepare(tmp_path / "one", " ".join(train), selection=0.2)["splits"]
+    prepare(tmp_path / "two", " ".join(train[::-1]), selection=0.2)
+    found = {split: words(tmp_path / "one", split) for split in ("train", "val", "selection")}
+    assert all(words(tmp_path / "two", split) == held[::-1] for split, held in found.items())
+    assert sorted(word for held in found.values() for word in held) == sorted(train)
+    subjects = {split: {word.lower() for word in held} for split, held in found.items()}
+    assert not subjects["train"] & subjects["val"] | subjects["selection"] & (subjects["train"] | subjects["val"])
+    assert len(subjects["val"]) == 50
+    assert 15 < len(subjects["selection"]) < 50
+    assert [stats[split]["records"] for split in found] == [len(held) for held in found.values()]
+
+
+def test_a_limit_takes_the_same_records_of_what_is_left_whatever_their_order(tmp_path: Path) -> None:
+    train, limit = [*"abcdefgh", "!", "x"], LimitParams(train=3)
+    stats = prepare(tmp_path / "one", " ".join(train), "x y", skip_invalid=True, limit=limit)["splits"]
+    prepare(tmp_path / "two", " ".join(train[::-1]), "x y", skip_invalid=True, limit=limit)
+    kept = words(tmp_path / "one", "train")
+    assert kept == sorted(kept) == words(tmp_path / "two", "train")[::-1]
+    assert set(kept) < set("abcdefgh")
+    assert (stats["train"]["records"], stats["val"]["records"]) == (3, 2)

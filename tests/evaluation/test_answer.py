@@ -1,0 +1,179 @@
+"""Generation in batches is the same as one by one, and a batch is as large as the device allows."""
+
+import copy
+import threading
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from transformers import PreTrainedModel
+
+from stages.core.errors import UserError
+from stages.core.params import load_params
+from stages.core.params.schema import DeviceParams, EvaluationParams
+from stages.core.tasks import load_task
+from stages.data.conversation import Conversation, message
+from stages.evaluation.answer import (
+    batch_size_for,
+    encoded_batches,
+    generate_answers,
+    load_answerer,
+)
+from stages.memory.predict import predict_generation
+from stages.memory.step import Inference
+from stages.models.load import load_config, load_model
+from stages.models.prompts import Processor, count_tokens, encode, load_processor, tokenizer_of
+from stages.planning.cards import usable_bytes
+from stages.planning.ladder import prefill_batch_size
+from tests import ROOT
+from tests.tiny import table_conversation
+
+DETECTION = load_task("detection", "samples")
+TINY = replace(load_params(ROOT / "params.yaml").on("tiny").active, images=None)
+TABLES = [table_conversation(index, answered=False) for index in range(5)]
+
+
+@pytest.mark.parametrize(("attempt", "batches"), [(0, [2, 2, 1]), (1, [1] * 5), (4, [1] * 5)])
+def test_each_attempt_halves_the_batch(tiny_vlm: Path, attempt: int, batches: list[int]) -> None:
+    profile = replace(TINY, evaluation=EvaluationParams(batch_size=16, max_new_tokens=1))
+    answerer, _ = load_answerer(tiny_vlm, profile, DETECTION, TABLES, answer_format=None, attempt=attempt)
+    seen = []
+    answerer.model.model.visual.register_forward_pre_hook(
+        lambda _module, _args, inputs: seen.append(len(inputs["grid_thw"])), with_kwargs=True
+    )
+    answers = answerer.answers(TABLES)
+    assert (len(answers), seen) == (5, batches)
+
+
+def test_a_batch_of_one_cannot_be_halved(tmp_path: Path) -> None:  # an empty folder: nothing is loaded
+    profile = replace(TINY, evaluation=EvaluationParams(batch_size=3, max_new_tokens=5))
+    with pytest.raises(UserError, match="a batch of 3 cannot be halved 2 times"):
+        load_answerer(tmp_path, profile, DETECTION, TABLES, answer_format=None, attempt=2)
+
+
+def test_another_tasks_model_is_refused(tiny_vlm: Path) -> None:
+    with pytest.raises(UserError, match="AMR parsing trains text models"):
+        load_answerer(tiny_vlm, TINY, load_task("amr", "samples"), TABLES, answer_format="full", attempt=0)
+
+
+def test_an_auto_batch_is_the_largest_predicted_to_fit(tiny_vlm: Path) -> None:
+    def batch_size(memory_gb: float | None, attempt: int = 0) -> int:
+        device = DeviceParams(kind="cpu", memory_gb=memory_gb)
+        evaluation = EvaluationParams(batch_size="auto", max_new_tokens=200)
+        profile = replace(TINY, device=device, evaluation=evaluation)
+        return batch_size_for(TABLES, tiny_vlm, profile, attempt=attempt)
+
+    assert batch_size(None) == 8, "the power of two that all five questions go into"
+    assert batch_size(None, attempt=2) == 2
+    of_four = predicted_bytes(tiny_vlm, 4, max_new_tokens=200)
+    usable = usable_bytes(1) / 2**30
+    assert batch_size(1.001 * of_four / 2**30 / usable) == 4
+    assert batch_size(0.999 * of_four / 2**30 / usable) == 2
+    assert batch_size(1e-6) == 1
+
+
+def predicted_bytes(folder: Path, batch_size: int, *, max_new_tokens: int) -> int:
+    """Upper end of the prediction for so many answers to the longest question."""
+    inference = Inference(device=DeviceParams(kind="cpu"), precision="fp32", attn="sdpa")
+    processor, config = load_processor(folder, None), load_config(folder)
+    longest = max(TABLES, key=partial(count_tokens, processor))
+    batch = encode(processor, [longest] * prefill_batch_size(batch_size), padding_side="left")
+    limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
+    return predict_generation(inference, config, batch, **limits).high_bytes
+
+
+def question(index: int) -> Conversation:
+    """Images and texts of different sizes, so that a batch needs padding."""
+    image = Image.new("RGB", (60 + 30 * (index % 3), 80), (40 * index % 255, 90, 200))
+    text = "Where? " * (index % 4 + 1)
+    content = [{"type": "image"}, {"type": "text", "text": text}]
+    return Conversation(sample_id=str(index), messages=[{"role": "user", "content": content}], images=[image])
+
+
+QUESTIONS = [question(index) for index in range(7)]
+
+
+def alone(model: PreTrainedModel, processor: Processor, asked: Conversation, max_new_tokens: int) -> list[int]:
+    """The tokens that transformers itself generates, without the end of the turn."""
+    inputs = encode(processor, [asked], padding_side="left")
+    length, tokenizer = inputs["input_ids"].shape[1], tokenizer_of(processor)
+    row = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    configured = model.generation_config.eos_token_id
+    ends = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
+    return list(takewhile(lambda token: token not in ends, row[0, length:].tolist()))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 24, 56])
+def test_batches_generate_the_same_as_one_by_one(tiny_vlm: Path, batch_size: int) -> None:
+    model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
+    processor = load_processor(tiny_vlm, None)
+    expected = [processor.tokenizer.decode(alone(model, processor, question, 12)) for question in QUESTIONS]
+    assert len(set(expected)) > 1, "the questions must not all have one answer, or the test could not fail"
+    assert generate_answers(model, processor, QUESTIONS, batch_size=batch_size, max_new_tokens=12) == expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 24, 72])
+def test_an_answer_leaves_the_batch_when_it_ends(tiny_dense: Any, batch_size: int) -> None:
+    """No token is computed for an ended answer, and others that join and leave change no answer."""
+    model, tokenizer = copy.deepcopy(tiny_dense[0]), tiny_dense[1]
+    words = ["What", "was", "said", "about", "the", "budget", "It", "agreed"]
+    texts = (" ".join(words[(index * step) % len(words)] for index in range(3 + step * 5 % 11)) for step in range(9))
+    asked = [Conversation(sample_id="", messages=[message("user", text)]) for text in texts]
+    # An end that comes in some of the answers.
+    whole = [alone(model, tokenizer, each, 12) for each in asked]
+    counts = {token: sum(token in ids for ids in whole) for token in range(320)}
+    model.generation_config.eos_token_id = max(counts, key=lambda token: (counts[token] % 8, token))
+    expected = [alone(model, tokenizer, each, 12) for each in asked]
+    passes: list[tuple[int, int]] = []  # rows and tokens
+    model.register_forward_pre_hook(
+        lambda _model, _args, inputs: passes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
+    )
+    answers = generate_answers(model, tokenizer, asked, batch_size=batch_size, max_new_tokens=12)
+    assert answers == [tokenizer.decode(ids) for ids in expected]
+    lengths = [len(ids) for ids in expected]
+    assert len(set(lengths)) > 2, "else all would end together"
+    assert sum(rows for rows, _ in passes) == sum(min(length + 1, 12) for length in lengths)
+    reads = [number for number, (_, tokens) in enumerate(passes) if tokens > 1]
+    steps = [rows for number, (rows, _) in enumerate(passes) if number not in reads]
+    assert all(rows <= batch_size for rows in steps)
+    waiting = [rows for number, (rows, _) in enumerate(passes[: reads[-1]]) if number not in reads]
+    assert all(rows > batch_size - prefill_batch_size(batch_size) for rows in waiting), "a place was left empty"
+
+
+def test_an_answer_ends_when_it_is_complete(tiny_vlm: Path) -> None:
+    model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
+    processor = load_processor(tiny_vlm, None)
+
+    def complete(text: str) -> bool:
+        return len(text) >= 10 or "e" in text
+
+    ended = generate_answers(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=12, complete=complete)
+    growing = [generate_answers(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=n) for n in range(1, 13)]
+    assert ended == [next(filter(complete, answers)) for answers in zip(*growing, strict=True)]
+    assert len({len(answer) for answer in ended}) > 1, "else they would all end together"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_comes_with_its_batch_and_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def encode(_: Any, conversations: list[Conversation]) -> str:
+        if conversations[0].sample_id == "1" and error is ValueError:
+            raise error
+        return conversations[0].sample_id
+
+    monkeypatch.setattr("stages.evaluation.answer.encode", encode)
+    seen: list[Any] = []
+    processor: Any = None
+    asked = [Conversation(sample_id=str(number), messages=[message("user", "?" * (9 - number))]) for number in range(4)]
+    with pytest.raises(error):
+        for _, encoded in encoded_batches(processor, asked, 1):
+            seen.append(encoded)
+            if error is KeyboardInterrupt:
+                raise error
+    assert seen == ["0"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prepare")]

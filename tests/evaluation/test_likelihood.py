@@ -1,0 +1,109 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+
+from stages.core.errors import UserError
+from stages.data.conversation import Conversation, message
+from stages.evaluation import likelihood
+from stages.evaluation.likelihood import answer_log_likelihoods, routing
+from stages.models.prompts import encode
+
+
+def answered(question: str, answer: str, transcript: str = "") -> Conversation:
+    parts = [{"type": "text", "text": transcript, "shortenable": True}, {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": parts}, message("assistant", answer)]
+    return Conversation(sample_id=question, messages=messages)
+
+
+ANSWERED = [
+    answered("What?", "It was agreed."),
+    answered("What was said about the budget?", "No."),
+    answered("And?", "The budget, the budget and the budget, which was agreed.\nAll of it."),
+    answered("Nothing?", ""),
+    answered("Nó đọc gì?", "Sách – và 书."),
+]
+
+
+@pytest.mark.parametrize("kind", ["tiny_dense", "tiny_mixture"])
+@pytest.mark.parametrize("batch_size", [2, 5, 16])
+def test_batches_score_as_one_by_one(kind: str, batch_size: int, request: pytest.FixtureRequest) -> None:
+    model, tokenizer = request.getfixturevalue(kind)
+    alone = answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=1)
+    together = answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=batch_size)
+    assert [each.num_tokens for each in together] == [each.num_tokens for each in alone]
+    assert [each.sum_logprob for each in together] == pytest.approx([each.sum_logprob for each in alone], abs=1e-4)
+    assert len({round(each.sum_logprob, 3) for each in alone}) == len(alone)
+
+
+def test_the_sum_covers_the_answer_and_the_end_of_its_turn(tiny_dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = tiny_dense
+    monkeypatch.setattr(likelihood, "LOGIT_ROWS", 3)
+    scored = answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=2)
+    for conversation, found in zip(ANSWERED, scored, strict=True):
+        answer = conversation.messages[-1]["content"][0]["text"]
+        expected = tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
+        ids = encode(tokenizer, [conversation], padding_side="right")["input_ids"]
+        ids = ids[:, :-1]  # less the newline after the turn
+        assert ids[0, -len(expected) :].tolist() == expected
+        with torch.inference_mode():
+            logprobs = model(ids).logits.double().log_softmax(-1)[0]
+        total = sum(logprobs[-len(expected) - 1 + step, token].item() for step, token in enumerate(expected))
+        assert found.num_tokens == len(expected)
+        assert found.sum_logprob == pytest.approx(total, abs=1e-4)
+
+
+def test_a_model_that_diverged_is_refused(tiny_dense: Any) -> None:
+    model, tokenizer = copy.deepcopy(tiny_dense)
+    with torch.no_grad():
+        model.base_model.norm.weight[0] = torch.nan
+    with pytest.raises(UserError, match="5 of 5 answers have no likelihood"):
+        answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=2)
+
+
+QUESTIONS = [
+    Conversation(sample_id=text, messages=[message("user", text)])
+    for text in ("What?", "What was said about the budget? " * 3, "It was agreed.")
+]
+
+
+def routers(model: Any) -> list[Qwen2MoeTopKRouter]:
+    return [module for module in model.modules() if isinstance(module, Qwen2MoeTopKRouter)]
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_padding_does_not_count_in_routing(tiny_mixture: Any, tiny_dense: Any, batch_size: int) -> None:
+    model, tokenizer = tiny_dense
+    assert routing(model, tokenizer, QUESTIONS, batch_size=batch_size) is None
+    model, tokenizer = tiny_mixture
+    alone = routing(model, tokenizer, QUESTIONS, batch_size=1)
+    together = routing(model, tokenizer, QUESTIONS, batch_size=batch_size)
+    assert alone is not None
+    assert together is not None
+    for one, other in zip(alone, together, strict=True):
+        assert other.load == pytest.approx(one.load, abs=1e-5)
+        assert other.entropy == pytest.approx(one.entropy, abs=1e-5)
+        assert sum(one.load) == pytest.approx(1)
+        assert 0 < one.entropy < 1
+    assert len({each.load for each in alone}) == len(alone)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_routing_is_the_models_own(tiny_mixture: Any, normalized: bool) -> None:
+    """normalized: whether the model's own weights of the top k add up to 1, as they do not in Qwen1.5-MoE."""
+    model, tokenizer = copy.deepcopy(tiny_mixture[0]), tiny_mixture[1]
+    for router in routers(model):
+        router.norm_topk_prob = normalized
+    found = routing(model, tokenizer, QUESTIONS[:1], batch_size=1)
+    assert found is not None
+    ids = tokenizer(tokenizer.apply_chat_template(QUESTIONS[0].messages, tokenize=False, add_generation_prompt=True))
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids["input_ids"]]), output_router_logits=True).router_logits
+    probabilities = torch.stack(logits).double().softmax(-1)  # (layers, T, experts)
+    weights = probabilities.where(probabilities >= probabilities.topk(2).values[..., -1:], 0)
+    weights /= weights.sum(-1, keepdim=True)
+    assert found[0].load == pytest.approx(weights.mean((0, 1)).tolist(), abs=1e-5)
+    entropy = -(probabilities * probabilities.log()).sum(-1).mean() / torch.tensor(4.0).log()
+    assert found[0].entropy == pytest.approx(entropy.item(), abs=1e-5)

@@ -1,0 +1,41 @@
+"""The predicted memory of generation is what torch's profiler measures."""
+
+import pytest
+import torch
+
+from stages.evaluation.answer import answered_tokens
+from stages.internals.torch_internals import cpu_peak
+from stages.memory.step import Inference, record_generation
+from stages.models.load import auto_class
+from stages.planning.ladder import prefill_batch_size
+from tests.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
+
+
+@pytest.mark.parametrize(
+    ("model", "batch_size", "length", "new_tokens", "attn"),
+    [
+        ("detection", 16, 128, 4, "sdpa"),
+        ("text", 16, 128, 4, "sdpa"),
+        ("moe", 32, 128, 4, "sdpa"),
+        ("text", 16, 10, 60, "sdpa"),
+        ("text", 16, 512, 4, "eager"),
+    ],
+)
+def test_long_questions_and_long_answers_are_predicted(
+    model: str, batch_size: int, length: int, new_tokens: int, attn: str
+) -> None:
+    plan = plan_of(**R1, micro_batch=prefill_batch_size(batch_size), max_length=length)
+    config = config_of(model, (4, 2))
+    batch = dict(batch_of(plan, config))
+    del batch["labels"]
+    inference = Inference(device=plan.device, precision=plan.precision, attn=attn)
+    recording = record_generation(inference, config, batch, batch_size=batch_size, max_new_tokens=new_tokens)
+    answering = auto_class(config).from_config(config, attn_implementation=attn).eval()
+    held = (*answering.parameters(), *answering.buffers(), *batch.values())
+    size = len(batch["input_ids"])
+    batches = ((list(range(first, first + size)), dict(batch)) for first in range(0, batch_size, size))
+    limits = {"batch_size": batch_size, "max_new_tokens": new_tokens}
+    with torch.inference_mode(), cpu_peak(held) as peak:
+        answers = dict(answered_tokens(answering, batches, lambda _: False, **limits))
+    assert [len(answers[number]) for number in range(batch_size)] == [new_tokens] * batch_size
+    assert peak_bytes(recording) == pytest.approx(peak.size_bytes, rel=0.01)

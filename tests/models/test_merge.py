@@ -1,0 +1,184 @@
+"""Trained weights, saved, loaded and merged; and the certificate of a merge."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stages.core.errors import UserError
+from stages.core.lineage import write_lineage
+from stages.core.params.schema import DeviceParams, ImageParams, LoraParams, PartsParams
+from stages.data.conversation import Conversation
+from stages.models.adapters import (
+    WEIGHTS_FILE,
+    apply_recipe,
+    load_trained,
+    save_trained,
+    trained_modules,
+    trained_tensors,
+)
+from stages.models.certificate import TOLERANCE, require_certificate
+from stages.models.load import DTYPES, load_model
+from stages.models.merge import (
+    changed_modules,
+    merge_trained,
+    probe_logits,
+    relative_deviation,
+    same_inputs,
+    weight_digests,
+)
+from stages.models.prompts import load_processor
+from tests.made_up_records import CERTIFICATE
+
+LLM = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WAYS: dict[str, tuple[PartsParams, LoraParams | None]] = {
+    "lora": (PartsParams(llm="lora"), LoraParams(rank=4, alpha=8, targets={"llm": LLM})),
+    "full": (PartsParams(vision="full", projector="full"), None),
+    "joint": (
+        PartsParams(vision="lora", llm="lora"),
+        LoraParams(rank=4, alpha=8, targets={"llm": LLM, "vision": ("attn.qkv", "attn.proj", "mlp.fc1")}),
+    ),
+    "mixed": (PartsParams(vision="full", llm="lora"), LoraParams(rank=4, alpha=8, targets={"llm": LLM})),
+}
+
+
+def load(folder: Path, precision: str = "fp32") -> Any:
+    return load_model(folder, device=DeviceParams(kind="cpu"), precision=precision).eval()
+
+
+def save(base_dir: Path, folder: Path, way: str, *, scale: float = 0.05) -> Any:
+    """A model whose trained weights were moved at random (LoRA's B starts at zero), saved into the folder."""
+    torch.manual_seed(0)
+    model = apply_recipe(load(base_dir), *WAYS[way]).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_A" not in name:
+                parameter.add_(torch.randn_like(parameter) * scale)
+    save_trained(model, folder, base_dir="data/bases/vlm", tensors=trained_tensors(model))
+    return model
+
+
+@pytest.fixture
+def logits(tiny_vlm: Path, probes: list[Conversation]) -> Callable[[Any], torch.Tensor]:
+    return partial(probe_logits, processor=load_processor(tiny_vlm, None), probes=probes)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_merged_model_equals_adapter_model(
+    way: str, tiny_vlm: Path, tmp_path: Path, logits: Callable[[Any], torch.Tensor]
+) -> None:
+    model = save(tiny_vlm, tmp_path, way)
+    expected, wanted = trained_modules(model), logits(model)
+    base = load(tiny_vlm)
+    before, digests = logits(base), weight_digests(base)
+    adapted = load_trained(base, tmp_path).eval()
+    assert relative_deviation(logits(adapted), wanted, before) == 0, "what was saved is what was trained"
+    merge_trained(adapted).save_pretrained(tmp_path / "merged")
+    merged = load(tmp_path / "merged")
+    assert relative_deviation(logits(merged), wanted, before) < 1e-4
+    assert changed_modules(digests, weight_digests(merged)) == expected
+
+
+@pytest.mark.parametrize("scale", [0.002, 0.02])
+def test_a_good_merge_in_bf16_differs_from_a_lost_one(
+    scale: float, tiny_vlm: Path, tmp_path: Path, logits: Callable[[Any], torch.Tensor]
+) -> None:
+    save(tiny_vlm, tmp_path, "lora", scale=scale)
+    base = load(tiny_vlm, "bf16")
+    before = logits(base)
+    adapted = load_trained(base, tmp_path).eval()
+    wanted = logits(adapted)
+    merged = logits(merge_trained(adapted))
+    assert relative_deviation(merged, wanted, before) < TOLERANCE["bf16"]
+    assert relative_deviation(before, wanted, before) > TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("way", ["lora", "full"])
+def test_a_16_bit_base_is_merged_into_16_bits(precision: str, way: str, tiny_vlm: Path, tmp_path: Path) -> None:
+    """Trained weights have 32 bits, and must not make the whole model twice as large."""
+    load(tiny_vlm, "bf16").save_pretrained(tmp_path / "base")
+    save(tiny_vlm, tmp_path, way)
+    merge_trained(load_trained(load(tmp_path / "base", precision), tmp_path)).save_pretrained(tmp_path / "merged")
+    tensors = load_file(tmp_path / "merged/model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {DTYPES[precision]}
+    assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == str(DTYPES[precision])[6:]
+
+
+def test_only_trained_weights_are_saved_with_a_relative_base_and_ordered_targets(
+    tiny_vlm: Path, tmp_path: Path
+) -> None:
+    """PEFT's targets are a set, whose order differs between processes."""
+    save(tiny_vlm, tmp_path, "full")
+    assert not (tmp_path / "adapter").exists()
+    assert all(name.startswith("model.visual.") for name in load_file(tmp_path / WEIGHTS_FILE))
+    save(tiny_vlm, tmp_path, "joint")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "data/bases/vlm"
+    assert config["target_modules"] == sorted(config["target_modules"])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"logit_deviation": 2e-2}, "logits deviate"),
+        ({"logit_deviation": float("nan")}, "logits deviate"),
+        ({"unexpected_modules": ["lm_head"]}, "changed that were not trained: lm_head"),
+        ({"unchanged_modules": ["a.b"]}, "did not change: a.b"),
+        ({"processor_parity": False}, "processor"),
+    ],
+)
+def test_each_problem_fails_the_certificate(change: dict[str, Any], problem: str) -> None:
+    assert CERTIFICATE.problems() == []
+    (found,) = replace(CERTIFICATE, **change).problems()
+    assert problem in found
+
+
+def test_only_the_certificate_of_this_content_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "r1/merged").mkdir(parents=True)
+    (tmp_path / "r1/merged/config.json").write_text("{}")
+    merged = write_lineage(tmp_path / "r1/merged", kind="merged", name="r1")
+    path = tmp_path / "r1/merge.json"
+    good = replace(CERTIFICATE, merged_digest=merged.digest)
+    with pytest.raises(UserError, match=r"is missing.*dvc repro -f -s merge@r1"):
+        require_certificate(path, merged)
+    good.write(path)
+    require_certificate(path, merged)
+    for certificate, reason in (
+        (CERTIFICATE, "certifies 000000000000, but the folder holds"),
+        (replace(good, logit_deviation=1.0), "records a failed merge: logits deviate"),
+    ):
+        certificate.write(path)
+        with pytest.raises(UserError, match=reason):
+            require_certificate(path, merged)
+
+
+def test_the_deviation_is_a_share_of_the_training_and_does_not_depend_on_threads(
+    request: pytest.FixtureRequest,
+) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.manual_seed(0)
+    base, change, other = torch.randn(3, 300, 5000)
+    adapted = base + 0.01 * change
+    assert relative_deviation(adapted, adapted, base) == 0
+    assert relative_deviation(base, adapted, base) == pytest.approx(1)
+    assert relative_deviation((base + adapted) / 2, adapted, base) == pytest.approx(0.5, rel=1e-3)
+    assert not relative_deviation(base, base, base) <= 1, "nothing was trained: no certificate"
+    found = set()
+    for count in (1, 2, 3, 4):
+        torch.set_num_threads(count)
+        found.add(relative_deviation(other, adapted, base))
+    assert len(found) == 1
+
+
+def test_another_image_size_breaks_processor_parity(tiny_vlm: Path, probes: list[Conversation]) -> None:
+    one = load_processor(tiny_vlm, None)
+    assert same_inputs(one, load_processor(tiny_vlm, None), probes)
+    smaller = load_processor(tiny_vlm, ImageParams(min_pixels=28 * 28, max_pixels=28 * 28))
+    assert not same_inputs(one, smaller, probes)
