@@ -1,53 +1,17 @@
-"""The committed bases and data sets are those that the scripts make."""
+"""The committed tiny bases: plain Hugging Face folders, with the chat template of Qwen2-VL."""
 
-import itertools
-import json
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from stages.data.parquet import read_rows
 from stages.models.folders import check_model_folder
 from stages.models.prompts import load_processor
-from tools.tiny import scenes
-from tools.tiny.bases import BASES, TINY_DIR, untrained
-from tools.tiny.texts import files
+from tests import ROOT
 
-
-@pytest.fixture
-def _torch_settings() -> Iterator[None]:
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
-
-
-@pytest.mark.usefixtures("_torch_settings")
-@pytest.mark.parametrize("name", BASES)
-def test_the_first_steps_of_the_committed_bases_reproduce(name: str) -> None:
-    record = json.loads((TINY_DIR / name / "pretraining.json").read_text())
-    train, shipped = BASES[name]
-    # The tests' threads: more would only wait for each other, and matter less than the tolerance.
-    settings = replace(shipped, **record["settings"] | {"threads": torch.get_num_threads()})
-    losses = train(*untrained(name, settings.seed), settings)
-    # Another processor adds numbers in another order; another sample or weight changes far more than that.
-    assert list(itertools.islice(losses, 2)) == pytest.approx(record["first_losses"][:2], abs=2e-3)
-
-
-@pytest.mark.parametrize(("name", "text"), files().items())
-def test_the_scripts_write_the_committed_texts(name: str, text: str) -> None:
-    assert (TINY_DIR / name).read_text(encoding="utf-8") == text
-
-
-@pytest.mark.parametrize("split", scenes.SPLITS)
-def test_the_script_draws_the_committed_packages(split: str) -> None:
-    path = TINY_DIR / f"nutrition-tables/data/{split}-00000-of-00001.parquet"
-    drawn = list(scenes.generate_rows(split, 8, scenes.SEED))
-    assert list(itertools.islice(read_rows(path), 8)) == drawn
+TINY_DIR = ROOT / "data/tiny"
+BASES = ("qwen2", "qwen2-folklore", "qwen2-vl")
 
 
 @pytest.mark.parametrize("name", BASES)
