@@ -27,7 +27,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 export DVC_NO_ANALYTICS := 1
 # An interpreter that may not keep its byte code compiles torch and transformers again in every process.
 unexport PYTHONDONTWRITEBYTECODE
-# Threads that wait give their core away; spinning, they slow a shared machine down ten times.
+# Waiting threads yield; busy-waiting made shared machines 10x slower.
 export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONPATH
 

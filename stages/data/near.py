@@ -2,9 +2,9 @@
 
 An image is described by 256 bits, whether each of its 16 x 16 lowest frequencies is stronger than half of them
 (perceptual hash: Zauner, 2010); a text by the smallest 64 hashes of its runs of three words (a bottom-k sketch: Broder,
-1997). Both find re-encoded, resized and lightly edited copies. What has too little in it is not compared, as it
-resembles others without being a copy: a blank image or a plain gradient, which lacks most of the frequencies; a text of
-fewer than MIN_RUNS runs.
+1997). Both find re-encoded, resized and lightly edited copies. Inputs with too little content are skipped, as
+they resemble others without being copies: a blank image or a plain gradient, which lacks most of the frequencies; a
+text of fewer than MIN_RUNS runs.
 """
 
 from __future__ import annotations

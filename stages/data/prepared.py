@@ -84,8 +84,8 @@ class RawDataset(Generic[R]):
     source: str
     """With the full commit of a hub dataset."""
     splits: Mapping[str, Iterable[Sample[R]]]
-    """`train`, and `val` and `test` if the dataset has them; read while they are iterated over. `selection` only if it
-    is not to be set aside here."""
+    """`train`, and `val` and `test` if the dataset has them; read while they are iterated over. `selection` only if the
+    samples were set aside already."""
     validation: str | None = None
     """A description of the validation split; None if files named after splits say enough, or there is none yet."""
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)

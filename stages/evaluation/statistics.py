@@ -4,7 +4,7 @@ For the interval the samples are redrawn with replacement. It is the *expanded p
 redrawn statistics, at levels widened as Student's t widens the normal interval, because the plain one is too narrow by
 about sqrt((n - 1) / n), and by the unknown variance on top. Source: Hesterberg, "What Teachers Should Know About the
 Bootstrap", The American Statistician 69(4), 2015. Chosen over BCa (Efron, JASA 82, 1987) by simulation. On IoU-like
-scores (Beta(8, 2), 12 % zeros) a nominal 95 % interval covered the true mean in this share of 1,500 data sets; below
+scores (Beta(8, 2), 12 % zeros) a nominal 95 % interval covered the true mean in this share of 1,500 datasets; below
 about 20 samples all of them are optimistic:
 
     samples   expanded    BCa     plain percentile
@@ -29,7 +29,7 @@ Statistic = Callable[[Floats], Floats]
 """From column means (..., k) to the statistic (...): a mean, or a ratio of sums such as a corpus F1."""
 
 LEVEL = 0.95
-"""Share of the data sets in which an interval is to cover the true value."""
+"""Share of the datasets in which an interval is to cover the true value."""
 UNAVAILABLE = "unavailable"
 """Value in metrics.json of a figure that could not be computed; never 0."""
 CHUNK_VALUES = 2_000_000

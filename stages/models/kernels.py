@@ -183,7 +183,7 @@ def fused_kernels(model: PreTrainedModel | PeftModel, *, used: bool) -> Iterator
 
     Each goes over a GPU's memory once, where torch's operations do so several times, and less is kept for backward
     (github.com/linkedin/Liger-Kernel). They compute the same and round differently, so a plan says whether they are
-    used. The model's weights stay; it is not to be used after the block.
+    used. The model's weights stay; do not use it after the block.
     """
     with ExitStack() as stack:
         if used:

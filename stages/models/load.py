@@ -141,7 +141,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
 def library_errors(problem: str) -> Iterator[None]:
     """Raises UserError, with the problem and the reason, for any error of the libraries in the block.
 
-    They raise what comes: tokenizers a bare Exception, a chat template whatever its program does.
+    Libraries raise arbitrary exceptions: tokenizers a bare Exception, a chat template whatever its code raises.
     """
     try:
         yield

@@ -156,8 +156,8 @@ def encode(
     mark_answers: return `answers` (B, T) too, True for each token of an answer and the end of its turn.
     Unanswered conversations end with the prompt for an answer. Returns input_ids and attention_mask (B, T) and, with
     images, pixel_values (patches, features), image_grid_thw (images, 3) and mm_token_type_ids (B, T).
-    Raises UserError if a text holds a token by which the template sets messages apart, and for images in a text model's
-    conversation.
+    Raises UserError if a text holds a token with which the template separates messages, and for images in a
+    conversation of a text model.
     """
     for conversation in conversations:
         _refuse_markup(processor, conversation)
@@ -363,7 +363,7 @@ def _messages(processor: Processor, conversation: Conversation) -> list[dict[str
 
 
 def _refuse_markup(processor: Processor, conversation: Conversation) -> None:
-    """Raises UserError if a text holds a token by which the chat template sets messages apart."""
+    """Raises UserError if a text holds a token with which the chat template separates messages."""
     tokenizer = tokenizer_of(processor)
     markup = _markup(tokenizer, tokenizer.get_chat_template())
     for text in (part.get("text", "") for turn in conversation.messages for part in turn["content"]):

@@ -170,8 +170,8 @@ def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Lo
     """The samples of a padded batch one after the other in a row, without padding.
 
     Each sample's positions begin at 0, and there is no mask: attention takes the ends of the samples (cu_seq_lens_q and
-    _k, (samples + 1,) int32) and the longest one's length (max_length_q and _k), by which no layer has to wait for a
-    GPU to say them. A sample's last token has no next one, so the first label of the sample behind it does not count,
+    _k, (samples + 1,) int32) and the longest one's length (max_length_q and _k) as Python ints, so no layer waits
+    for the GPU. A sample's last token has no next one, so the first label of the sample behind it does not count,
     unless labels are the tokens' own, as with `router-labels`.
 
     batch: (B, T), padded on the right. Returns (1, L). If image tokens have positions in time, height and width,

@@ -126,7 +126,7 @@ class TrainingRecord(Record):
 def best_step(history: Log, plan: Validation, *, first: int = 1) -> int | None:
     """The step of the best validation so far, the first of equal ones; None before the first.
 
-    A figure that is not a number is none. first: 0 lets the untrained model be the best.
+    NaN is ignored. first: 0 lets the untrained model be the best.
     """
     name, sign = (LOSS, 1) if plan.by == "loss" else (SCORE, -1)
     found = [(int(each["step"]), sign * each.get(name, nan)) for each in history if each["step"] >= first]

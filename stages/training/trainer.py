@@ -340,7 +340,7 @@ def _overflowed(model: nn.Module) -> bool:
 
 
 class Rehearsal(TrainerCallback):
-    """Sends the largest micro-batch forward and backward: a lack of memory shows in the first minutes, not hours later.
+    """Sends the largest micro-batch forward and backward, so that out-of-memory surfaces within minutes.
 
     Right after the optimizer's first step, before which it has no states, and before the validation of the untrained
     model, which would be repeated on every rung of the ladder.
@@ -353,7 +353,7 @@ class Rehearsal(TrainerCallback):
         self.trainer = trainer
         self.done = False
         self.cpu_peak_bytes = 0
-        """Peak of tensors on a CPU; 0 on a GPU, whose allocator keeps the account."""
+        """Peak of tensors on a CPU; 0 on a GPU, where torch.cuda tracks the peak."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if args.eval_on_start:

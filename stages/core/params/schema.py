@@ -387,7 +387,7 @@ class CompareParams:
 
     matters: dict[Name, Rate] = Field(default_factory=dict)
     """The smallest difference that matters, in the unit of the metric that ranks a task's recipes, by its name in
-    metrics.json: recipes that differ by less are called as good. None are by a metric that is not named."""
+    metrics.json: smaller differences are a tie ("as good"). Without an entry, none is."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
