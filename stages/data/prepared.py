@@ -10,6 +10,8 @@ import hashlib
 import heapq
 import json
 import logging
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +35,8 @@ STATS_FILE = "stats.json"
 IMAGE_COLUMN = "images"
 """The column of the images that conversations show, one or several a row."""
 SPLITS = ("train", "val", "test", "selection")
+MAX_ALIKE = 3
+"""Problems of one kind and file that have a line each; more of them have one line."""
 MAX_UNUSED = 20
 """Unused files named in stats.json and in the log; the rest are counted."""
 
@@ -72,6 +76,10 @@ class Rules(Generic[R]):
     """A word for what may not be in two splits."""
     held_out: float
     """Share of the subjects that becomes the validation split of a dataset that has none: always the same ones."""
+    group: Callable[[R], str] = lambda _: ""
+    """A name that records share which are held out or trained on together; empty for none."""
+    separate_groups: bool = False
+    """Whether a group may not be in two splits that the dataset itself has."""
     adapt: Callable[[str, R], R] = lambda _, record: record
     """Changes a record of the split of that name before it is written."""
 
@@ -92,6 +100,10 @@ class RawDataset(Generic[R]):
     """The files of each split, by name; the others' are the training split's."""
     unused_files: Callable[[], Sequence[str]] = tuple
     """Names of files that no split took, called once all are read."""
+    unread_fields: Counter[str] = field(default_factory=Counter)
+    """How often a field is there that is not read, since it only describes. Counted while the splits are read."""
+    strict: bool = False
+    """Whether such fields are refused."""
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The datasets that a mix consists of, by name: `source`, `asked` (training samples to take at most; None: all),
     `available` and `taken`."""
@@ -182,6 +194,8 @@ def write_prepared(
         (folder / STATS_FILE).write_text(text + "\n", encoding="utf-8")
     if stats["validation"]:
         log.info("validation split: %s", stats["validation"])
+    if fields := dataset.unread_fields:
+        log.info("fields that are not read, and how often they are there: %s", counted(fields))
     if unused := stats["unused_files"]:
         log.warning("not read: %s", ", ".join(unused))
     if near := preparation.near:
@@ -260,11 +274,13 @@ class _Preparation(Generic[R]):
 
         def without_leaks(split: str) -> Iterator[R]:
             for place, record in samples[split]:
-                other, there = seen.setdefault(record.subject(), (split, place))
-                if other != split:
-                    self.splits[split].leaked.append((place, other, there, str(record.content()[0])))
+                group = self.rules.group(record)
+                keys = [record.subject(), *([f"group {group}"] if group and self.rules.separate_groups else [])]
+                places = [seen.setdefault(key, (split, place)) for key in keys]
+                if leak := next((each for each in places if each[0] != split), None):
+                    self.splits[split].leaked.append((place, *leak, str(record.content()[0])))
                     continue
-                digest = hashlib.sha256(f"selection {record.subject()}".encode()).digest()
+                digest = hashlib.sha256(f"selection {group or record.subject()}".encode()).digest()
                 set_aside = split == "train" and int.from_bytes(digest[:4], "big") < share * 2**32
                 self.described["selection" if set_aside else split].append((place, record.description()))
                 if set_aside:
@@ -277,9 +293,12 @@ class _Preparation(Generic[R]):
             yield "selection", iter(aside)
 
     def _hold_out(self, valid: Sequence[tuple[Place, R]]) -> dict[str, Iterator[tuple[Place, R]]]:
-        """The training samples in two. All samples of a subject are on one side; the order within a side stays."""
+        """The training samples in two. All samples of a subject or a group are on one side; the order within a side
+        stays."""
         self._refuse_invalid(["train"])
-        subjects = sorted({record.subject() for _, record in valid})  # digests, so their order is random
+        # What is joined goes by its smallest subject: all are digests, so their order is random.
+        joined = connected((record.subject(), self.rules.group(record)) for _, record in valid)
+        subjects = sorted(set(joined))
         if len(subjects) < 2:
             found = pluralize(len(subjects), self.rules.subject)
             raise UserError(
@@ -288,13 +307,19 @@ class _Preparation(Generic[R]):
             )
         held = set(subjects[: max(1, round(len(subjects) * self.rules.held_out))])
         return {
-            "train": (sample for sample in valid if sample[1].subject() not in held),
-            "val": (sample for sample in valid if sample[1].subject() in held),
+            "train": (sample for sample, subject in zip(valid, joined, strict=True) if subject not in held),
+            "val": (sample for sample, subject in zip(valid, joined, strict=True) if subject in held),
         }
 
     def check(self) -> None:
         """Raises UserError if samples are invalid or leaked and not to be skipped, or a split is empty."""
         self._refuse_invalid(self.splits)
+        if self.dataset.strict and self.dataset.unread_fields:
+            fields = counted(self.dataset.unread_fields)
+            raise UserError(
+                f"{self.dataset.source} has fields that are not read: {fields}. Its reader is strict: remove them, or "
+                "set strict: false in params.yaml"
+            )
         leaked = [
             f"{name} and {other}: {place} and {there}: {subject}"
             for name, split in self.splits.items()
@@ -324,7 +349,7 @@ class _Preparation(Generic[R]):
 
     def _refuse_invalid(self, names: Iterable[str]) -> None:
         splits = {name: self.splits[name] for name in names}
-        invalid = [f"{place}: {problem}" for split in splits.values() for place, problem in split.invalid]
+        invalid = folded(problem for split in splits.values() for problem in split.invalid)
         empty = " and ".join(name for name, split in splits.items() if split.invalid and not split.num_valid)
         if not invalid or (self.data.skip_invalid and not empty):
             return
@@ -349,6 +374,7 @@ class _Preparation(Generic[R]):
             "validation": self.dataset.validation if "val" in self.dataset.splits else held_out,
             "unused_files": unused[:MAX_UNUSED] + more,
             **({"parts": self.dataset.parts} if self.dataset.parts else {}),
+            **({"unread_fields": dict(fields)} if (fields := sorted(self.dataset.unread_fields.items())) else {}),
             **({"near_duplicates": near_words(self.near)} if self.near else {}),
             "splits": {name: self._split_stats(name, split) for name, split in self.splits.items()},
         }
@@ -365,6 +391,45 @@ class _Preparation(Generic[R]):
             "leaked_rows": len(split.leaked),
             "leaked": [{name: str(place), other: str(there)} for place, other, there, _ in split.leaked],
         }
+
+
+def folded(problems: Iterable[tuple[Place, str]]) -> list[str]:
+    """A line for each problem; one for all of a file that differ only in numbers and quoted texts, if they are many."""
+    alike: dict[tuple[str, str], list[tuple[Place, str]]] = defaultdict(list)
+    for place, problem in problems:
+        alike[place.file, re.sub(r"'[^']*'|[0-9.]+", "#", problem)].append((place, problem))
+    lines = []
+    for some in alike.values():
+        shown = [f"{place}: {problem}" for place, problem in some]
+        if len(some) > MAX_ALIKE:
+            others = join_truncated([str(place.number) for place, _ in some[1:]], MAX_ALIKE)
+            shown = [f"{shown[0]} (and {len(some) - 1:,} more of this kind in the file: {others})"]
+        lines += shown
+    return lines
+
+
+def counted(fields: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({count:,})" for name, count in sorted(fields.items()))
+
+
+def connected(keys: Iterable[tuple[str, str]]) -> list[str]:
+    """For each subject and group the smallest subject that it is joined with, by subjects or groups in common.
+
+    A group may be empty, and then joins nothing.
+    """
+    parents: dict[str, str] = {}
+
+    def root(node: str) -> str:
+        while parents.setdefault(node, node) != node:
+            parents[node] = node = parents[parents[node]]
+        return node
+
+    subjects = []
+    for subject, group in keys:
+        subjects.append(subject)
+        nodes = root(subject), root(f"~{group}" if group else subject)  # `~` is behind every digest
+        parents[max(nodes)] = min(nodes)
+    return [root(subject) for subject in subjects]
 
 
 def near_words(near: Sequence[tuple[str, Place, str, Place]]) -> list[str]:

@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.core.params.schema import DataParams, LimitParams
 from stages.data.near import Description, describe_text
-from stages.data.prepared import RawDataset, Rules, Sample, write_prepared
+from stages.data.prepared import RawDataset, Rules, Sample, connected, write_prepared
 from stages.data.sources import Place
 
 SCHEMA = pa.schema([("word", pa.string()), ("number", pa.int64())])
@@ -61,6 +62,11 @@ def prepare(
     return write_prepared(dataset, out_dir, DataParams(**data), limit)
 
 
+def test_what_is_connected_has_one_name() -> None:
+    keys = [("c", ""), ("b", "g"), ("d", "g"), ("d", "h"), ("a", "h"), ("c", ""), ("e", "i")]
+    assert connected(keys) == ["c", "a", "a", "a", "a", "c", "e"]
+
+
 def refusal(out_dir: Path, train: str, val: str | None = None, **data: Any) -> str:
     with pytest.raises(UserError) as refused:
         prepare(out_dir, train, val, **data)
@@ -105,7 +111,7 @@ def test_the_same_samples_give_the_same_bytes_and_others_another_digest(tmp_path
         ),
         ("a", "!b", {}, ("Nothing of val is valid", "Expected: files of words")),
         ("!b", None, {}, ("Nothing of train is valid",)),
-        ("a " + "! " * 30, "d", {}, ("30 invalid samples", "and 10 more")),
+        ("a " + "! " * 30, "d", {}, ("30 invalid samples", "line 2: it shouts (and 29 more")),
         ("a B b", "b c b", {}, ("2 samples whose word", "train and val: train.txt line 2 and val.txt line 1: B")),
         ("a !b", "a", {"skip_invalid": True}, ("no valid sample in the split train; 2 samples left out",)),
         ("a", "!b", {"skip_invalid": True}, ("val.txt line 1: it shouts", "Nothing of val is valid")),
@@ -202,3 +208,21 @@ def test_a_limit_takes_the_same_records_of_what_is_left_whatever_their_order(tmp
     assert kept == sorted(kept) == words(tmp_path / "two", "train")[::-1]
     assert set(kept) < set("abcdefgh")
     assert (stats["train"]["records"], stats["val"]["records"]) == (3, 2)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_fields_that_are_not_read_are_counted_or_refused(
+    tmp_path: Path, strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "stages")
+    rules: Rules[Word] = Rules(schema=SCHEMA, summary=lambda *_: {}, expected="", subject="word", held_out=0.25)
+    splits = {"train": samples("train.txt", "ab"), "val": samples("val.txt", "c")}
+    fields = Counter({"source": 2, "score": 1})
+    dataset = RawDataset(rules=rules, source="folder:in", splits=splits, unread_fields=fields, strict=strict)
+    if strict:
+        with pytest.raises(UserError, match=r"not read: score \(1\), source \(2\).* strict: false"):
+            write_prepared(dataset, tmp_path / "out", DataParams())
+    else:
+        stats = write_prepared(dataset, tmp_path / "out", DataParams())
+        assert stats["unread_fields"] == {"score": 1, "source": 2}
+        assert "not read, and how often they are there: score (1), source (2)" in caplog.text
