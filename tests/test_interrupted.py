@@ -31,6 +31,21 @@ from tests.stage_runs import done, small_params, write_params
 pytestmark = pytest.mark.pipeline
 
 RECIPE = "r1-llm-only"
+HELD = """
+
+import time
+from stages.training.resume import SaveInTime
+
+on_step_end = SaveInTime.on_step_end
+
+def held(saving, args, state, control, **rest):
+    while Path(f"hold-{state.global_step}").exists():
+        time.sleep(0.02)
+    on_step_end(saving, args, state, control, **rest)
+
+SaveInTime.on_step_end = held
+"""
+"""Code for the train stage: it waits at the end of step N, before it saves, while its workspace has a file hold-N."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +54,8 @@ def prepared(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workspace = tmp_path_factory.mktemp("prepared") / "a workspace"
     for folder in ("stages", "docker"):
         shutil.copytree(ROOT / folder, workspace / folder, ignore=shutil.ignore_patterns("__pycache__", "*.lock"))
+    train = workspace / "stages/train.py"
+    train.write_text(train.read_text().replace("\n\n@click.command", f"{HELD}\n\n@click.command", 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
         raw = small_params(tiny_vlm)
@@ -112,26 +129,26 @@ def test_killed_and_signalled_it_ends_with_the_bytes_of_one_that_ran_through(pre
     """Each time in another folder, like DVC's experiments; its checkpoints are found below the repository."""
     repository = tmp_path / "repository"
     first, second, third, calm = (shutil.copytree(prepared, tmp_path / f"{number} clone") for number in range(4))
+    (first / "hold-3").touch()
+    (second / "hold-5").touch()
     undisturbed = launched(calm, calm)
     killed = launched(first, repository)
-    stage = stage_of(killed)  # before it trains: looking for it may take as long as the rest of its steps
-    wait_until(lambda: len(saved(repository)) > 1, lambda: killed.output)
-    stage.kill()
+    wait_until(lambda: saved(repository) == [1, 2], lambda: killed.output)
+    stage_of(killed).kill()
     assert killed.ended() == 128 + signal.SIGKILL
     assert {path.name for path in (first / "data/runs" / RECIPE).glob("[!.]*")} == {"plan.yaml", "memory.json"}
-    after_the_kill = saved(repository)[-1]
 
     signalled = launched(second, repository)
-    wait_until(lambda: saved(repository)[-1] > after_the_kill, lambda: signalled.output)
+    wait_until(lambda: saved(repository) == [3, 4], lambda: signalled.output)
     signalled.process.send_signal(signal.SIGUSR1)
+    signalled.until("SIGUSR1: stopping after this step")
+    (second / "hold-5").unlink()
     assert signalled.ended() == 128 + signal.SIGUSR1
-    log = signalled.output
-    step = saved(repository)[-1]
-    assert f"resuming from step {after_the_kill}/9" in log
-    assert f"SIGUSR1: stopped at step {step}/9, saved at step {step}" in log
+    assert "resuming from step 2/9" in signalled.output
+    assert "SIGUSR1: stopped at step 5/9, saved at step 5" in signalled.output
     assert not list((second / "data/runs" / RECIPE).glob(".*"))
 
-    assert f"resuming from step {step}/9" in finish(launched(third, repository))
+    assert "resuming from step 5/9" in finish(launched(third, repository))
     assert "resuming" not in finish(undisturbed)
     assert results(third) == results(calm)
 

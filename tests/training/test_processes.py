@@ -64,7 +64,8 @@ def start(folder: Path, then: str, *, count: int = 2, nodes: int = 1, **environm
     ],
 )
 def test_the_end_of_one_worker_ends_the_stage(tmp_path: Path, end: str, code: int) -> None:
-    started = start(tmp_path, f'if os.environ["RANK"] == "1":\n    {end}\ntime.sleep(60)')
+    both_run = 'while not Path("0-of-2").exists():\n        time.sleep(0.02)'
+    started = start(tmp_path, f'if os.environ["RANK"] == "1":\n    {both_run}\n    {end}\ntime.sleep(60)')
     started.join()
     assert started.exitcode == code
     assert {path.name for path in tmp_path.glob("*-of-*")} == {"0-of-2", "1-of-2"}

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,7 +33,7 @@ from stages.models.load import local, process_mesh
 from stages.planning.plan import Plan
 from stages.training.checkpoints import kept_checkpoints
 from stages.training.records import LOSS, SCORE
-from stages.training.resume import load_state, seed_everything, train_to_the_end
+from stages.training.resume import SaveInTime, load_state, seed_everything, train_to_the_end
 from stages.training.trainer import ContractBreach, RecipeTrainer, StartContract, check_gradients
 from tests.memory.real_steps import PROCESSES, sharded, trainer_of
 from tests.memory.small import FULL, GATE, LABELS, R1, plan_of
@@ -114,7 +115,7 @@ def train(plan: Plan, folder: Path, *, signal_at: int | None = None) -> tuple[in
     signal to end; its data loader's worker gets it too, as from torchrun."""
     trainer = build(plan)
     if signal_at is not None and dist.get_rank() == 1:
-        trainer.add_callback(At(signal_at, signal_this_process_group))
+        trainer.add_callback(At(signal_at, lambda: signal_this_process_group(trainer)))
     identity = {"placement": plan.placement}
     with kept_checkpoints(folder, identity, keep=2, owner=dist.get_rank() == 0) as checkpoints:
         try:
@@ -124,9 +125,13 @@ def train(plan: Plan, folder: Path, *, signal_at: int | None = None) -> tuple[in
         return 0, trainer
 
 
-def signal_this_process_group() -> None:
-    """From outside: a worker takes what its own parent sends otherwise."""
+def signal_this_process_group(trainer: RecipeTrainer) -> None:
+    """Send SIGTERM from outside, as a worker takes what its own parent sends otherwise, and wait until it is handled:
+    the kernel may deliver it to another thread than this one, some time after `kill` has ended."""
     subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=True, start_new_session=True)
+    (saving,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, SaveInTime))
+    while not saving.requested_by:
+        time.sleep(0.001)
 
 
 Main = Callable[[int, Path], None]
