@@ -186,7 +186,7 @@ lock: setup
 # Remove results and tool caches; .venv and DVC's cache stay
 .PHONY: clean
 clean:
-	rm -rf data/.outputs data/checked.txt data/bases data/builds data/prepared data/runs data/predictions data/provenance data/published data/report
+	rm -rf data/.outputs data/bases data/builds data/prepared data/runs data/predictions data/provenance data/published data/report
 	rm -rf .bakeoff/checkpoints .bakeoff/logs .bakeoff/triton .bakeoff/verify
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	find stages tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

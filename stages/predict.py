@@ -15,7 +15,6 @@ from pathlib import Path
 import click
 
 from stages.core.errors import configure_logging
-from stages.core.given_files import require_own
 from stages.core.params import load_params
 from stages.core.records import publish_text
 from stages.core.tasks import load_task
@@ -37,7 +36,6 @@ def main(name: str, attempt: int) -> None:
     params = load_params()
     wanted = params.prediction(name)
     task = load_task(wanted.task, "predictions")
-    require_own(Path(wanted.inputs), Path("data"))
     inputs = task.read_inputs(Path(wanted.inputs))
     model_dir, _ = certified_model(params, wanted.recipe)
     require_weights(model_dir)

@@ -58,8 +58,6 @@ def needed_code(stage: DeclaredStage) -> set[str]:
     module = f"stages.{entry_point(stage)}"
     needed = set(import_closure(module) | import_closure("stages.core.environment"))
     tasks = {match[1] for dep in stage.deps if (match := re.match(r"stages/tasks/([^/]+)/", dep))}
-    if "stages/tasks" in stage.deps:
-        tasks = {path.parent.name for path in (ROOT / "stages/tasks").glob("*/__init__.py")}
     for task, used in product(tasks, task_modules(module)):
         needed |= import_closure(f"stages.tasks.{task}.{used}")
     return needed
@@ -156,15 +154,6 @@ def test_new_rank_reruns_only_its_recipe_and_the_comparisons(dvc_repo: Repo) -> 
 
 
 # Names from params.yaml
-
-
-def test_every_name_from_params_yaml_waits_for_the_check(dvc_repo: Repo) -> None:
-    """DVC removes a stage's outputs before it runs it, wherever a name leads."""
-    entries = YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"]
-    named = {kind for kind, entry in entries.items() if str(entry.get("foreach", "")).startswith("${")}
-    assert len(named) == 8
-    waiting = waiting_for(dvc_repo.index.graph, "check")
-    assert {name for name in PIPELINE if name.partition("@")[0] in named} <= waiting
 
 
 @pytest.mark.parametrize(

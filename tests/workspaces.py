@@ -27,7 +27,7 @@ def chain_of(recipe: str) -> tuple[str, ...]:
     """The stages that lead to a recipe's evaluation, if its base is none that another made."""
     found = load_params(ROOT / "params.yaml").recipe(recipe)
     stages = (f"{kind}@{recipe}" for kind in ("plan", "train", "merge", "evaluate"))
-    return ("check", made_by(found.base), f"prepare@{found.data}", *stages)
+    return (made_by(found.base), f"prepare@{found.data}", *stages)
 
 
 CHAIN = chain_of(RECIPE)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import click
 
 from stages.core.environment import usable_cores
-from stages.core.errors import UserError, pluralize, printable
+from stages.core.errors import UserError, pluralize
 from stages.core.locks import hold
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
@@ -53,7 +53,7 @@ SHOWN_LINES = 40
 @click.option("-f", "--force", is_flag=True, help="Run stages that are up to date too.")
 def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
     params = load_params(Path("params.yaml"))
-    shares_cores = params.active.device.kind == "cpu" and not runs_in_slurm("train", os.environ, params)
+    shares_cores = params.active.device.kind == "cpu" and not runs_in_slurm(os.environ, params)
     jobs = jobs or (min(4, usable_cores()) if shares_cores else 4)
     # On a GPU and in Slurm the number of threads is left open: a checkpoint and a job are known by it too, and
     # `dvc repro` could not resume them.
@@ -112,7 +112,7 @@ def num_gpus(params: Params, *, jobs: int) -> int:
 
     One if this machine has none: the first stage that wants it reports that.
     """
-    if runs_in_slurm("train", os.environ, params):
+    if runs_in_slurm(os.environ, params):
         return jobs * params.active.device.count
     if params.active.device.kind == "cpu":
         return 0
@@ -216,7 +216,7 @@ class SideBySide:
             log, shown = re.sub(r"^ERROR: .*\n", "", log, flags=re.MULTILINE), 1  # the stage's last line, not DVC's
         else:
             say(f"{name} FAILED after {took}; the end of {log_path(name)}:")
-        for line in printable(log).strip().splitlines()[-shown:]:
+        for line in log.strip().splitlines()[-shown:]:
             click.echo(f"    {line}")
         sys.stdout.flush()
 

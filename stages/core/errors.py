@@ -1,4 +1,4 @@
-"""Errors that a user can fix, how messages quote what they found, and the logging of a stage."""
+"""Errors that a user can fix, their words, and the logging of a stage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import sys
-import unicodedata
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
@@ -19,36 +18,20 @@ MAX_SHOWN = 50
 OUT_OF_MEMORY = 79
 """The exit code of a stage that ran out of memory. sysexits.h ends at 78, an engine's own codes begin at 125."""
 
-_UNPRINTABLE = ("Cc", "Cf", "Cs")
-"""Control codes, format codes and halves of surrogate pairs (Unicode's general categories)."""
-
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class UserError(click.ClickException):
     """A user's fault: click prints the message and exits with 1, without a traceback.
 
-    The message says what was found, what was expected, and the command that fixes it. It may quote any file or name,
-    and is made printable.
+    The message says what was found, what was expected, and the command that fixes it.
     """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
 
 
 class OutOfMemory(UserError):
     """Ends the stage; the launcher restarts it with settings that need less memory."""
 
     exit_code = OUT_OF_MEMORY
-
-
-def printable(text: str) -> str:
-    """The text with control codes, format codes and lone surrogates as Python writes them: a terminal shows them and
-    does not obey them. Line ends stay."""
-    return "".join(
-        repr(char)[1:-1] if unicodedata.category(char) in _UNPRINTABLE and char not in "\n\u200c\u200d" else char
-        for char in text
-    )
 
 
 def pluralize(count: int, what: str) -> str:
@@ -115,15 +98,8 @@ def configure_logging(stage: str, *, facts: bool = True) -> None:
     facts: False leaves only warnings, for all but one process of a distributed run.
     """
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, force=True)
-    logging.getLogger().handlers[0].setFormatter(_PrintableFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logging.getLogger().handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     # Libraries warn of each other's deprecated names; nobody who runs a stage can fix that.
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("stages").setLevel(logging.INFO if facts else logging.WARNING)
     logging.getLogger("stages").info("%s", stage)
-
-
-class _PrintableFormatter(logging.Formatter):
-    """Log lines quote names and texts of files, which may hold anything."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))

@@ -1,24 +1,22 @@
-"""Files of a folder that a person names and somebody else may have filled: a base model, a data set.
+"""Files of a folder that somebody else may have filled: a base model, a dataset, a published model.
 
-Only plain files that lie in the folder are read: a link to elsewhere would copy a file of the machine into what a stage
-makes, and a pipe would keep the stage waiting for ever.
+Only plain files of the folder are read. A link to elsewhere would copy a file of this machine into what a stage makes,
+and a pipe or a device may never end.
 """
 
 from __future__ import annotations
 
-import configparser
 import os
 import re
 import stat
-from contextlib import suppress
 from pathlib import Path
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, bytes_text
 
-CACHE_VARIABLE = "BAKEOFF_DVC_CACHE"
-"""The environment variable with DVC's cache in a container, which does not see DVC's configuration."""
+MAX_BYTES = 64 * 2**20
+"""Limit of `read_plain`. The largest tokenizer.json of the families has 33 MB."""
 
-_HUB_REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
+_DVC_OBJECT = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}(\.dir)?$")
 
 
 def given_files(folder: Path, *patterns: str) -> list[Path]:
@@ -26,14 +24,14 @@ def given_files(folder: Path, *patterns: str) -> list[Path]:
 
     Raises UserError if one of them may not be read (`require_own`).
     """
-    found = [path for pattern in patterns for path in _matching(folder, pattern)]
-    for path in found:
+    files = [path for pattern in patterns for path in _matching(folder, pattern)]
+    for path in files:
         require_own(path, folder)
-    return found
+    return files
 
 
 def require_own(path: Path, folder: Path) -> None:
-    """Raises UserError unless `path` is a plain file in the folder, with a name in UTF-8."""
+    """Raises UserError unless `path` is a plain file of the folder, with a name in UTF-8."""
     try:
         path.name.encode()
     except UnicodeEncodeError:
@@ -54,32 +52,23 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
     return sorted(folder.glob(pattern)) or ([named] if named.is_symlink() else [])
 
 
-def stays_inside(path: Path, folder: Path, *, workspace_dir: Path = Path()) -> bool:
-    """Whether a path, links followed, leads into the folder, into the blobs of the folder's own repository in the hub's
-    cache (REPOSITORY/snapshots/COMMIT links to REPOSITORY/blobs), or into the workspace's own DVC cache."""
-    try:
-        real, real_folder = path.resolve(), folder.resolve()
-    except (OSError, RuntimeError):  # links in a circle
-        return False
-    blobs = [
-        above.parent / "blobs"
-        for above in real_folder.parents
-        if above.name == "snapshots" and _HUB_REPOSITORY.fullmatch(above.parent.name)
-    ]
-    own_cache = Path(os.environ.get(CACHE_VARIABLE) or cache_dir(workspace_dir)).resolve()
-    return any(real.is_relative_to(place) for place in (real_folder, own_cache, *blobs))
+def stays_inside(path: Path, folder: Path) -> bool:
+    """Whether a path, links followed, leads into the folder, or to where DVC and the hub's cache link from it.
 
-
-def cache_dir(workspace_dir: Path) -> Path:
-    """The folder of DVC's objects: `cache.dir` of the workspace's own configuration, or .dvc/cache.
-
-    DVC reads a person's and a machine's configuration too (`--global`, `--system`); a stage sees neither.
+    DVC links to the objects of a cache, .../files/md5/ab/...; the hub's REPOSITORY/snapshots/COMMIT links to
+    REPOSITORY/blobs.
     """
-    found = workspace_dir / ".dvc/cache"
-    for name in ("config", "config.local"):
-        config = configparser.ConfigParser(interpolation=None, strict=False)
-        with suppress(configparser.Error, OSError, UnicodeDecodeError):
-            config.read(workspace_dir / ".dvc" / name, encoding="utf-8")
-        if where := config.get("cache", "dir", fallback="").strip("\"'"):
-            found = workspace_dir / ".dvc" / where
-    return found / "files/md5"
+    real, real_folder = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    repository = next((above.parent for above in real_folder.parents if above.name == "snapshots"), real_folder)
+    inside = real.is_relative_to(real_folder) or real.is_relative_to(repository / "blobs")
+    return inside or _DVC_OBJECT.search(str(real)) is not None
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a plain file. Raises UserError for anything else, and for one of more than MAX_BYTES; OSError."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path} is no plain file; remove it")
+    if status.st_size > MAX_BYTES:
+        raise UserError(f"{path} has {bytes_text(status.st_size)}, more than {bytes_text(MAX_BYTES)}")
+    return path.read_bytes()

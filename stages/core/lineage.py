@@ -1,8 +1,8 @@
 """Lineage by content: the content of a model folder, and of the models that it was made from.
 
-Every model folder has a `lineage.json`: the digest of its files; each parent's own lineage, down to a hub revision or a
-local folder; and a digest of all that. Paths to parents are relative, so a moved or cloned workspace still resolves; a
-parent is accepted only if its digest agrees.
+Every model folder has a `lineage.json`: the digest of its files, and each parent's own lineage, down to a hub revision
+or a local folder. Paths to parents are relative, so a moved or cloned workspace still resolves; a parent is accepted
+only if its digest agrees.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
 
@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.environment import usable_cores
 from stages.core.errors import UserError
-from stages.core.records import STRICT, damaged, read_record
+from stages.core.records import STRICT, read_record
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -66,19 +66,6 @@ class Parent:
     """Path relative to the folder of the lineage.json, within its workspace: every model folder lies at least three
     levels deep in it."""
     lineage: Lineage
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class _Sealed(Lineage):
-    """The content of lineage.json."""
-
-    seal: str | None = None
-    """Digest of all other fields, which detects damage to what the file says of other folders. None if somebody else
-    wrote the file."""
-
-
-def _seal(lineage: Lineage) -> str:
-    return hashlib.sha256(json.dumps(asdict(lineage), sort_keys=True).encode()).hexdigest()
 
 
 def folder_digest(folder: Path) -> str:
@@ -168,7 +155,7 @@ def write_lineage(
 
 def lineage_text(lineage: Lineage) -> str:
     """The content of lineage.json."""
-    return json.dumps({**asdict(lineage), "seal": _seal(lineage)}, indent=2) + "\n"
+    return json.dumps(asdict(lineage), indent=2) + "\n"
 
 
 def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, fix: str = "dvc repro") -> Lineage:
@@ -179,11 +166,7 @@ def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, fix: str = "dvc repr
     path = folder / name
     if not path.exists():
         raise UserError(f"{path} is missing: {folder} was not made by a stage of this pipeline")
-    sealed = read_record(_Sealed, path, fix=fix)
-    lineage = Lineage(**{each.name: getattr(sealed, each.name) for each in fields(Lineage)})
-    if sealed.seal not in (None, _seal(lineage)):
-        raise damaged(path, {"seal": "does not match the other fields"}, fix=fix)
-    return lineage
+    return read_record(Lineage, path, fix=fix)
 
 
 def verified_lineage(folder: Path, *, fix: str) -> Lineage:

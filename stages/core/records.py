@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
@@ -23,21 +22,12 @@ from pydantic_core import from_json
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from stages.core.errors import UserError, bytes_text, join_truncated, listed
+from stages.core.errors import UserError, join_truncated, listed
 
 MAX_SHOWN_CHARS = 80
-
-MAX_DEPTH = 200
-"""Limit of lists and mappings within each other; pydantic's parser of JSON has the same."""
-TOO_DEEP = "lists and mappings are nested too deep"
-MAX_BYTES = 64 * 2**20
-"""Limit of a file, whose values may take twenty times that. The largest tokenizer.json of the families has 33 MB."""
-MAX_YAML_BYTES = 2**18
-"""Limit of YAML, which takes up to 25 seconds a megabyte. params.yaml has 18 KB."""
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """Configuration of a dataclass of a file: no unknown key, no value of another type, no figure that is not finite."""
@@ -104,7 +94,7 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
     fix: the command that makes the file again, for the UserError that is raised if it is missing or damaged.
     """
     try:
-        content = read_plain(path)
+        content = path.read_bytes()
         if path.suffix == ".yaml":
             return parse(kind, parse_yaml(content))
         record: T = _adapter(kind).validate_json(content)
@@ -119,27 +109,13 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
         return record
 
 
-def read_plain(path: Path) -> bytes:
-    """The content of a plain file, no longer than its size says: a pipe, a device and files of /proc may never end.
-
-    Raises Unreadable for anything else, and for a file of more than MAX_BYTES; OSError.
-    """
-    status = path.stat()
-    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # to open a folder fails by itself
-        raise Unreadable("no plain file")
-    if status.st_size > MAX_BYTES:
-        raise Unreadable(f"{bytes_text(status.st_size)}, more than {bytes_text(MAX_BYTES)}")
-    with path.open("rb") as file:
-        return file.read(status.st_size)
-
-
 def read_settings(kind: type[T], path: Path, *, hint: str = "", changes: Iterable[str] = ()) -> T:
     """A YAML file that a person wrote. Raises UserError with every value that does not fit the dataclass.
 
     hint: what to do if the file is missing. changes: `KEY.KEY=VALUE` to set first, with or without `++`, as `-S` does.
     """
     try:
-        raw = parse_yaml(read_plain(path))
+        raw = parse_yaml(path.read_bytes())
         for change in changes:
             _set(raw, change)
         return parse(kind, raw)
@@ -190,7 +166,7 @@ def parse_json(content: bytes) -> Any:
     except Unreadable:
         raise
     except ValueError as error:
-        raise Unreadable(TOO_DEEP if "recursion limit" in str(error) else f"no JSON: {error}") from None
+        raise Unreadable(f"no JSON: {error}") from None
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -207,28 +183,19 @@ def _finite(text: str) -> float:
     return number
 
 
-def parse_yaml(content: bytes | str) -> Any:
-    """Untrusted YAML 1.2 as the values of JSON. Raises Unreadable if it is no YAML, is too large or nested too deep, or
-    has anchors.
-
-    Anchors are refused: a few lines of aliases can stand for billions of values, and `dvc exp run -S` changes every
-    place of an anchor, or loses it.
-    """
-    if len(content) > MAX_YAML_BYTES:
-        raise Unreadable(f"{bytes_text(len(content))}, more than {bytes_text(MAX_YAML_BYTES)}")
+def parse_yaml(text: bytes | str) -> Any:
+    """YAML 1.2 as the values of JSON. Raises Unreadable if it is no YAML or has anchors."""
     yaml = YAML(typ="safe")
     yaml.Constructor = _Constructor
     try:
-        _refuse_depth_and_anchors(content)
-        return json.loads(json.dumps(yaml.load(content)))
+        _refuse_anchors(text)
+        return json.loads(json.dumps(yaml.load(text)))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise Unreadable(where + " ".join((error.problem or error.context or "no YAML").split())) from None
     except ReaderError as error:
         raise Unreadable(f"{error.reason}, at position {error.position}") from None
-    except RecursionError:
-        raise Unreadable(TOO_DEEP) from None
     # The latter for `!!int x`, for escapes beyond Unicode, and for sets.
     except (YAMLError, AssertionError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise Unreadable(" ".join(str(error).split())) from None
@@ -240,14 +207,9 @@ def parse(kind: type[T], value: Any) -> T:
     return _adapter(kind).validate_json(json.dumps(value), strict=True)
 
 
-def _refuse_depth_and_anchors(content: bytes | str) -> None:
-    """Raises Unreadable for an anchor or an alias, and RecursionError for deep nesting: libyaml's composer recurses for
-    each list in a list, until the process is killed."""
-    depth = 0
-    for event in YAML(typ="safe").parse(content):
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise RecursionError
+def _refuse_anchors(text: bytes | str) -> None:
+    """Raises Unreadable for an anchor or an alias: `dvc exp run -S` changes every place of an anchor, or loses it."""
+    for event in YAML(typ="safe").parse(text):
         if anchor := getattr(event, "anchor", None):
             line = event.start_mark.line + 1
             raise Unreadable(f"line {line}: the anchor {shown(anchor)} is refused; write out the value in each place")

@@ -27,11 +27,11 @@ from pydantic import TypeAdapter
 
 from stages.core.environment import CERTIFICATES, container_environment
 from stages.core.errors import UserError, join_truncated
-from stages.core.given_files import CACHE_VARIABLE, cache_dir, stays_inside
+from stages.core.given_files import stays_inside
 from stages.core.locks import hold
 from stages.core.provenance import Machine
 from stages.launcher.inside import LAUNCHER_LOCK, READY
-from stages.launcher.pipeline import DeclaredStage, Request
+from stages.launcher.pipeline import DeclaredStage, Request, cache_dir
 from stages.launcher.process import Ended, Image, forwarded_signals
 
 INSIDE = ("python", "-m", "stages.launcher.inside")
@@ -135,21 +135,6 @@ class Outputs:
         return str(path.relative_to(self.written_dir))
 
 
-def refuse_links_out(workspace_dir: Path, outs: Iterable[str]) -> None:
-    """Raises UserError if a folder above one of the paths is a link out of the workspace.
-
-    Stages, and DVC, would remove and write there. A checkout of somebody else can bring such a link.
-    """
-    for folder in sorted({parent for out in outs for parent in PurePosixPath(out).parents} - {PurePosixPath()}):
-        place = workspace_dir / folder
-        if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(workspace_dir.resolve()):
-            raise UserError(
-                f"{folder} is a link out of this checkout, to {os.path.realpath(place)}, where stages would remove and "
-                "write files; replace it by a folder. To have data on a larger disk, put the checkout there, or DVC's "
-                "cache: dvc cache dir --local FOLDER"
-            )
-
-
 def move(source: Path, place: Path) -> None:
     """Move a file or folder, and replace what is at its place."""
     remove(place)
@@ -203,7 +188,7 @@ def mounts(request: Request, image: Image | None, outputs: Outputs) -> list[Moun
     found = [Mount(path, path) for path in inputs]
     found += _links_into_cache(inputs, cache_dir(workspace_dir))
     if source_dir is not None and source_dir.exists():
-        found += [Mount(source_dir, source_dir), *_links_of_source(source_dir, workspace_dir)]
+        found += [Mount(source_dir, source_dir), *_links_of_source(source_dir)]
     if request.network:
         certificates = {Path(request.caller.get(name) or ".") for name in CERTIFICATES}
         found += [Mount(path, path) for path in sorted(certificates) if path.is_absolute() and path.exists()]
@@ -254,13 +239,13 @@ def _links_into_cache(inputs: Iterable[Path], cache: Path) -> list[Mount]:
     return [Mount(folder.resolve(), folder) for folder in sorted(found)]
 
 
-def _links_of_source(source_dir: Path, workspace_dir: Path) -> list[Mount]:
+def _links_of_source(source_dir: Path) -> list[Mount]:
     """Targets of links in a source folder, as in the hub's cache.
 
     A link that leads out of it has no target in a container; the stage refuses it when it would read it.
     """
     links = [link for link in _links(source_dir) if link.exists() and link != source_dir]
-    links = [link for link in links if stays_inside(link, source_dir, workspace_dir=workspace_dir)]
+    links = [link for link in links if stays_inside(link, source_dir)]
     return [Mount(link.resolve(), _literal_target(link)) for link in links]
 
 
@@ -321,7 +306,7 @@ class SealedEngine:
         passed, given = container_environment(
             request.stage, request.caller, network=request.network, terminal=terminal, num_nodes=request.num_nodes
         )
-        own = {"BAKEOFF_IMAGE": self.image[1], CACHE_VARIABLE: str(cache_dir(request.workspace_dir))}
+        own = {"BAKEOFF_IMAGE": self.image[1]}
         return passed, {**given, **request.variables(self.image), **own}
 
 

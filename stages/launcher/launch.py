@@ -23,16 +23,15 @@ from pathlib import Path
 import click
 
 from stages.core.errors import OUT_OF_MEMORY, UserError
-from stages.core.given_files import cache_dir
-from stages.core.params import load_params
 from stages.core.signals import end_with_own_parent
-from stages.launcher.container import ASIDE_DIR, Outputs, refuse_links_out
+from stages.launcher.container import Outputs
 from stages.launcher.engines import Engine, choose_engine
 from stages.launcher.gpus import leased_gpus, refuse_old_driver
 from stages.launcher.logs import log_path, logged, say
-from stages.launcher.pipeline import TRACKED, Request, declared_stages, item_of
+from stages.launcher.pipeline import TRACKED, Request, cache_dir, declared_stages, item_of
 from stages.launcher.process import STAGES, Ended
 from stages.launcher.record import recorder
+from stages.launcher.settings import checked_params
 from stages.launcher.slurm import StageJob, caller_pid, refuse_changed_job, run_inside_job, runs_in_slurm
 from stages.planning.disk import disk_use, require_room
 from stages.planning.ladder import batch_size_changes, rung_changes
@@ -65,18 +64,17 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     if request.declared is None:
         sys.exit(run())
     path = log_path(request.declared.name, experiment=request.caller.get("DVC_EXP_NAME", ""))
-    refuse_links_out(request.repository_dir, (str(path),))
     with logged(request.repository_dir / path):
         code = run()
     sys.exit(code)
 
 
 def read_request(stage: str, args: tuple[str, ...]) -> Request:
-    """Raises UserError for damaged params.yaml."""
+    """Raises UserError for a params.yaml with mistakes. DVC may have removed the outputs of the stage by then."""
     return Request(
         stage=stage,
         args=args,
-        params=load_params(WORKSPACE_DIR / "params.yaml"),
+        params=checked_params(WORKSPACE_DIR),
         stages=declared_stages(WORKSPACE_DIR),
         workspace_dir=WORKSPACE_DIR,
         caller=os.environ,
@@ -85,10 +83,7 @@ def read_request(stage: str, args: tuple[str, ...]) -> Request:
 
 def launch(request: Request) -> int:
     """Run a stage to its end and return its exit code. Raises UserError if it cannot be run."""
-    refuse_links_out(request.repository_dir, (".bakeoff/gpus",))
-    # For every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
-    refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in request.stages for out in each.outs)))
-    if runs_in_slurm(request.stage, request.caller, request.params):
+    if runs_in_slurm(request.caller, request.params):
         request.require_declared()
         refuse_missing_deps(request)
         job = StageJob(request)

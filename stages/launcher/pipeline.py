@@ -5,6 +5,7 @@ A container shows a stage only the data that dvc.yaml declares for it.
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import re
@@ -74,8 +75,23 @@ class DeclaredStage:
         return tuple(dep for dep in self.deps if f"{dep}/".startswith(f"{folder}/"))
 
 
+def cache_dir(workspace_dir: Path) -> Path:
+    """The folder of DVC's objects: `cache.dir` of the workspace's own configuration, or .dvc/cache.
+
+    DVC reads a person's and a machine's configuration too (`--global`, `--system`); a stage sees neither.
+    """
+    cache = workspace_dir / ".dvc/cache"
+    for name in ("config", "config.local"):
+        config = configparser.ConfigParser(interpolation=None, strict=False)
+        with suppress(configparser.Error, OSError, UnicodeDecodeError):
+            config.read(workspace_dir / ".dvc" / name, encoding="utf-8")
+        if where := config.get("cache", "dir", fallback="").strip("\"'"):
+            cache = workspace_dir / ".dvc" / where
+    return cache / "files/md5"
+
+
 def item_of(addressing: str) -> tuple[str, ...]:
-    """The foreach item in DVC's name of a stage: r1 for `train@r1` or `../dvc.yaml:train@r1`, none for `check`."""
+    """The foreach item in DVC's name of a stage: r1 for `train@r1` or `../dvc.yaml:train@r1`; none without `@`."""
     _, at, item = addressing.rpartition(":")[2].partition("@")
     return (item,) if at else ()
 

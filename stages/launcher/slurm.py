@@ -50,8 +50,6 @@ from stages.planning.prediction import GIB
 from stages.training.checkpoints import checkpoints_dir
 
 PLACES = ("here", "slurm")
-ALWAYS_HERE = ("check",)
-"""It takes a second, and a mistake in params.yaml is not to wait in a queue."""
 TIME_IS_UP = signal.SIGUSR1
 """The signal that Slurm sends before a job's time is over (sbatch --signal)."""
 ENDING_STATE = "COMPLETING"
@@ -76,14 +74,14 @@ USUAL = ("None", "Priority", "Resources", "BeginTime")
 """Reasons that need no action."""
 
 
-def runs_in_slurm(stage: str, caller: Mapping[str, str], params: Params) -> bool:
+def runs_in_slurm(caller: Mapping[str, str], params: Params) -> bool:
     """Whether a stage is to be submitted; inside a job it is not. Raises UserError for an unknown place."""
     place = caller.get("BAKEOFF_PLACE") or params.active.place
     if place not in PLACES:
         raise UserError(
             f"BAKEOFF_PLACE is {place!r}; the places are {', '.join(PLACES)}. Set one of them, or: unset BAKEOFF_PLACE"
         )
-    return place == "slurm" and stage not in ALWAYS_HERE and JOB_VARIABLE not in caller
+    return place == "slurm" and JOB_VARIABLE not in caller
 
 
 class Unanswered(UserError):

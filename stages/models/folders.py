@@ -14,8 +14,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from stages.core.errors import UserError
-from stages.core.given_files import given_files
-from stages.core.records import parse_json, read_plain, rebuild, shown
+from stages.core.given_files import given_files, read_plain
+from stages.core.records import parse_json, rebuild, shown
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""

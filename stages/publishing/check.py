@@ -20,10 +20,10 @@ from typing import Any
 
 from stages.core.errors import UserError, bytes_text, join_truncated
 from stages.core.families import family_of
-from stages.core.given_files import stays_inside
+from stages.core.given_files import read_plain, stays_inside
 from stages.core.lineage import Lineage, combined_digest, file_digests, read_lineage, short
 from stages.core.provenance import Provenance
-from stages.core.records import dotted, parse, parse_json, parse_yaml, read_plain, shown, yaml_text
+from stages.core.records import dotted, parse, parse_json, parse_yaml, shown, yaml_text
 from stages.core.tasks import load_task
 from stages.models.certificate import TOLERANCE, MergeCertificate
 from stages.models.folders import MODEL_FILES, check_model_folder, read_config

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from stages.core.errors import UserError
-from stages.core.records import read_plain
+from stages.core.given_files import read_plain
 
 SIGNATURE_FILE = "model.sig"
 KEY_FILE = "signing-key.pub.pem"

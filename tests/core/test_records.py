@@ -57,32 +57,7 @@ def test_a_key_twice_is_refused(tmp_path: Path) -> None:
         read_record(dict, tmp_path / "x.json", fix="make it")
 
 
-@pytest.mark.parametrize("suffix", ["json", "yaml"])
-def test_a_record_that_never_ends_is_refused(suffix: str, tmp_path: Path) -> None:
-    pipe, endless = tmp_path / f"pipe.{suffix}", tmp_path / f"endless.{suffix}"
-    os.mkfifo(pipe)
-    endless.symlink_to("/proc/self/pagemap")
-    writer = os.open(pipe, os.O_RDWR)  # so that whoever opens it is not kept waiting, and reading fails the test
-    os.write(writer, b"{}")
-    try:
-        with pytest.raises(UserError, match="no plain file"):
-            read_record(dict, pipe, fix="make it")
-    finally:
-        os.close(writer)
-    with pytest.raises(UserError, match="is damaged"):
-        read_record(dict, endless, fix="make it")
-
-
-def test_a_file_too_large_to_be_a_record_is_refused_unread(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    with path.open("wb") as file:
-        file.truncate(2**40)
-    with pytest.raises(UserError, match=r"1\.00 TiB, more than 64\.0 MiB; rebuild"):
-        read_record(dict, path, fix="make it")
-
-
 @given(content=st.lists(st.sampled_from(YAML_PIECES), max_size=20).map("".join) | st.text() | st.binary())
-@example(content="[" * 1000)
 @example(content="a: &a [*a, *a]")
 @example(content="a: !!bool tiny")
 @quick(200)
@@ -105,7 +80,6 @@ def test_any_yaml_is_read_or_refused_on_one_line(content: str | bytes) -> None:
         ("a: 1\na: 2", "line 2, column 1: found duplicate key"),
         ("a: 1\n---\nb: 2\n", "another document"),
         ("a: !x y", "line 1, column 4"),
-        ("[" * 1000 + "]" * 1000, "nested too deep"),
         (b"a: \xe9", "at position 3"),
     ],
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
-from tests import ROOT
 from tests.documents import write_yaml
 from tests.launcher.small_checkout import commit, run, small_checkout
 
@@ -43,26 +41,18 @@ def dvc(workspace: Path, *args: str, code: int = 0, **environment: str) -> str:
     return run(workspace, "dvc", *args, code=code, **environment)
 
 
-def test_hostile_names_run_no_code_and_remove_nothing(workspace: Path) -> None:
-    """A recipe that a shell would run, and predictions that lead out of the checkout."""
-    outside = workspace.parent / "outside.txt"
-    outside.write_text("mine")
+def test_a_mistake_in_params_yaml_is_refused_by_its_path_before_a_stage_runs(workspace: Path) -> None:
     params = YAML(typ="safe").load(workspace / "params.yaml")
     params["recipes"]["x$(touch PWNED)"] = params["recipes"]["r1-llm-only"]
-    away = "/".join([*[".."] * 40, *outside.with_suffix("").parts[1:]])
-    params["predictions"][away] = next(iter(params["predictions"].values()))
+    params["profiles"]["tiny"]["datasets"]["visempar"]["reader"] = {"grup": "x"}
     write_yaml(params, workspace / "params.yaml")
-    trains = PIPELINE.replace("[vlm, llm]", "${recipes}").replace("${item}", "${key}").replace("base", "train")
-    (workspace / "dvc.yaml").write_text(trains)
-    assert "should match pattern" in dvc(workspace, "repro", "--single-item", "train@x$(touch PWNED)", code=255)
-
-    for name in ("dvc.yaml", "stages"):
-        run(workspace, "cp", "--recursive", str(ROOT / name), ".")
-    output = dvc(workspace, "repro", code=255)
-    assert "should match pattern" in output
-    assert re.findall(r"Running stage '(.*?)'", output)[-1] == "check"
+    assert "recipes.'x$(touch PWNED)': string should match pattern" in dvc(workspace, "repro", "base@vlm", code=255)
+    del params["recipes"]["x$(touch PWNED)"]
+    write_yaml(params, workspace / "params.yaml")
+    refused = dvc(workspace, "repro", "base@vlm", code=255)
+    assert "profiles.tiny.datasets.visempar.reader.grup: unknown key" in refused
     assert not list(workspace.glob("PWNED*"))
-    assert outside.exists()
+    assert not (workspace / "data/bases/vlm.txt").exists()
 
 
 def test_no_other_account_may_write_the_launchers_files_whatever_the_umask(workspace: Path) -> None:

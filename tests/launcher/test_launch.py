@@ -14,7 +14,6 @@ from stages.core.params.schema import DeviceParams, Params
 from stages.evaluation.vllm import environment
 from stages.launcher import launch as launcher
 from stages.launcher.apptainer import ApptainerEngine
-from stages.launcher.container import refuse_links_out
 from stages.launcher.engines import choose_engine
 from stages.launcher.gpus import MIN_DRIVER, Gpu
 from stages.launcher.launch import refuse_full_disk, refuse_missing_deps
@@ -89,29 +88,6 @@ def test_stage_gets_the_free_gpu_and_keeps_tritons_kernels_in_the_repository(wor
     shutil.copy(ROOT / "params.yaml", workspace)
     train(workspace, TRITON_CACHE_DIR="/shared/by/all")
     assert (workspace / "triton").read_text() == "nowhere", "on a CPU"
-
-
-@pytest.mark.parametrize("link", ["data/bases", "data", "data/.outputs", ".bakeoff"])
-def test_link_out_of_the_checkout_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
-) -> None:
-    """Also above outputs of other stages: DVC removes those before it calls the launcher."""
-    checkout, victim = tmp_path / "checkout", tmp_path / "victim"
-    (victim / "vlm").mkdir(parents=True)
-    (checkout / link).parent.mkdir(parents=True)
-    (checkout / link).symlink_to(victim)
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(ROOT / name, checkout)
-    monkeypatch.setattr(launcher, "WORKSPACE_DIR", checkout)
-    monkeypatch.setenv("BAKEOFF_ENGINE", "process")
-    monkeypatch.delenv("DVC_ROOT", raising=False)
-    with pytest.raises(UserError, match=f"{link} is a link out of this checkout, to {victim}"):
-        launcher.launch(launcher.read_request("check", ()))
-    assert [path.name for path in victim.iterdir()] == ["vlm"]
-    (checkout / link).unlink()
-    (checkout / "within").mkdir()
-    (checkout / link).symlink_to(checkout / "within")
-    refuse_links_out(checkout, [f"{link}/vlm"])
 
 
 @pytest.mark.parametrize(("stage", "name"), [("base", "vlm"), ("train", "r1-llm-only")])

@@ -39,18 +39,17 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("stage", "caller", "params", "in_slurm"),
+    ("caller", "params", "in_slurm"),
     [
-        ("train", {}, PARAMS, False),
-        ("train", {"BAKEOFF_PLACE": "slurm"}, PARAMS, True),
-        ("train", {}, IN_SLURM, True),
-        ("train", {"BAKEOFF_PLACE": "here"}, IN_SLURM, False),
-        ("train", {"BAKEOFF_JOB": "/x"}, IN_SLURM, False),
-        ("check", {}, IN_SLURM, False),
+        ({}, PARAMS, False),
+        ({"BAKEOFF_PLACE": "slurm"}, PARAMS, True),
+        ({}, IN_SLURM, True),
+        ({"BAKEOFF_PLACE": "here"}, IN_SLURM, False),
+        ({"BAKEOFF_JOB": "/x"}, IN_SLURM, False),
     ],
 )
-def test_stage_is_submitted_once(stage: str, caller: dict[str, str], params: Params, in_slurm: bool) -> None:
-    assert runs_in_slurm(stage, caller, params) is in_slurm
+def test_stage_is_submitted_once(caller: dict[str, str], params: Params, in_slurm: bool) -> None:
+    assert runs_in_slurm(caller, params) is in_slurm
 
 
 def request(workspace: Path, stage: str = "train", name: str = "r1", params: Params = PARAMS, **caller: str) -> Request:

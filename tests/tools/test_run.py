@@ -18,14 +18,14 @@ pytestmark = pytest.mark.pipeline
 
 PIPELINE = """
 stages:
-  check:
-    cmd: exec docker/run check
-    outs: [out/check]
+  base:
+    cmd: exec docker/run base
+    outs: [out/base]
   prepare:
     foreach: [a, b]
     do:
       cmd: exec docker/run prepare
-      deps: [out/check]
+      deps: [out/base]
       outs: ["out/prepare-${item}"]
   evaluate:
     foreach: [a]
@@ -75,13 +75,13 @@ Path("out").mkdir(exist_ok=True)
 Path("out", name).write_text(name)
 note("ends")
 """
-NAMES = ["check", "prepare-a", "prepare-b", "evaluate-a", "compare"]
+NAMES = ["base", "prepare-a", "prepare-b", "evaluate-a", "compare"]
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
     """A pipeline that has not run yet."""
-    kinds = dict.fromkeys(("check", "prepare", "evaluate", "compare"), STAGE)
+    kinds = dict.fromkeys(("base", "prepare", "evaluate", "compare"), STAGE)
     folder = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, **kinds)
     copy_code(folder, "tools.run")
     for name, text in {".dvc/config": "[core]\n    no_scm = true\n", "orders/none": "", "notes": ""}.items():
@@ -128,12 +128,12 @@ def test_side_by_side_leaves_what_a_serial_run_leaves_and_a_second_run_does_noth
     assert ran.code == 0, ran.output
     assert sorted(started(workspace)) == sorted(NAMES)
     happened = [line.partition(" with ")[0] for line in notes(workspace)]
-    for before, after in (("check", "prepare-a"), ("prepare-a", "evaluate-a"), ("evaluate-a", "compare")):
+    for before, after in (("base", "prepare-a"), ("prepare-a", "evaluate-a"), ("evaluate-a", "compare")):
         assert happened.index(f"{before} ends") < happened.index(f"{after} starts")
     for name in NAMES:
         assert (workspace.folder / "out" / name).read_bytes() == (serial.folder / "out" / name).read_bytes()
     assert lock(workspace) == lock(serial)
-    for kind in ("check", *(f"prepare@{item}" for item in "ab"), "compare"):
+    for kind in ("base", *(f"prepare@{item}" for item in "ab"), "compare"):
         assert re.search(rf"^\d\d:\d\d:\d\d {kind} starts\n(.*\n)*\S+ {kind} done in \d+ s$", ran.output, re.MULTILINE)
     moved = Workspace(folder=workspace.folder.with_name("it was moved"), environment=workspace.environment)
     workspace.folder.rename(moved.folder)
@@ -141,14 +141,14 @@ def test_side_by_side_leaves_what_a_serial_run_leaves_and_a_second_run_does_noth
     assert (again.code, "5 up to date, 0 stages to run" in again.output) == (0, True), again.output
     forced = side_by_side(moved, "prepare@a", "--force", "--jobs", "1")
     assert forced.code == 0, forced.output
-    assert started(moved)[len(NAMES) :] == ["check", "prepare-a"]
+    assert started(moved)[len(NAMES) :] == ["base", "prepare-a"]
 
 
 def test_only_stages_that_depend_on_a_failed_one_are_left_out(workspace: Workspace) -> None:
     order(workspace, prepare_b="fail")
     failed = side_by_side(workspace)
     assert failed.code == 255, "the code of `dvc repro`"
-    assert sorted(started(workspace)) == ["check", "evaluate-a", "prepare-a", "prepare-b"]
+    assert sorted(started(workspace)) == ["base", "evaluate-a", "prepare-a", "prepare-b"]
     assert re.search(r"prepare@b FAILED after \d+ s; the end of .bakeoff/logs/prepare@b.log:", failed.output)
     assert "    the data of prepare-b is broken\n" in failed.output
     assert re.search(r"not started, as they depend on it: compare$", failed.output)
@@ -174,7 +174,7 @@ def test_ctrl_c_reaches_each_running_stage_once_and_a_second_one_again(workspace
     *first, last = [line for line in notes(workspace) if "SIG" in line]
     assert (sorted(first), last) == (["prepare-a SIGINT", "prepare-b SIGINT"], "prepare-b SIGINT")
     assert re.search(r"prepare@a interrupted after \d+ s\n    prepare-a is saved\n", ended.output), ended.output
-    assert set(started(workspace)) == {"check", "prepare-a", "prepare-b"}
+    assert set(started(workspace)) == {"base", "prepare-a", "prepare-b"}
     order(workspace, prepare_a="", prepare_b="")
     assert side_by_side(workspace, "prepare@a", "prepare@b").code == 0
 
@@ -201,7 +201,7 @@ def test_killed_run_leaves_no_stage_and_no_other_run_starts_beside_one(workspace
 
     def kill(process: subprocess.Popen[bytes]) -> None:
         wait_for(process, workspace, "prepare-a starts", "prepare-b starts")
-        command = [sys.executable, "-m", "tools.run", "check"]
+        command = [sys.executable, "-m", "tools.run", "base"]
         beside = subprocess.run(
             command, cwd=workspace.folder, env=dict(workspace.environment), capture_output=True, text=True, check=False
         )
@@ -225,11 +225,8 @@ def test_killed_run_leaves_no_stage_and_no_other_run_starts_beside_one(workspace
 def test_cores_are_shared_and_dvcs_refusal_is_shown(workspace: Workspace) -> None:
     plain = {name: value for name, value in workspace.environment.items() if name != "OMP_NUM_THREADS"}
     workspace = Workspace(folder=workspace.folder, environment=plain)
-    assert side_by_side(workspace, "check", "--jobs", "999").code == 0
-    assert notes(workspace)[0] == "check starts with 1"
-    in_slurm = Workspace(folder=workspace.folder, environment={**plain, "BAKEOFF_PLACE": "slurm"})
-    assert side_by_side(in_slurm, "check", "--jobs", "4", "--force").code == 0
-    assert notes(workspace)[2] == "check starts with None", "nodes have cores of their own"
+    assert side_by_side(workspace, "base", "--jobs", "999").code == 0
+    assert notes(workspace)[0] == "base starts with 1"
     refused = side_by_side(workspace, "no-such")
     assert refused.code == 1
     assert re.search("Error: DVC refuses: .*no-such", refused.output, re.DOTALL)

@@ -159,8 +159,8 @@ def unlike(experiments: Sequence[Experiment], task: str, varied: str | None = No
 def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = None) -> dict[str, str]:
     """Settings, code, data and packages behind the cards of a task, or behind those of some recipes.
 
-    Keys: `STAGE: SETTING`, `code of STAGE` and `inputs of STAGE` for every stage behind a card, except `check`,
-    which reads every setting; the path of every input that no stage makes, with its digest; `package NAME`.
+    Keys: `STAGE: SETTING`, `code of STAGE` and `inputs of STAGE` for every stage behind a card; the path of every input
+    that no stage makes, with its digest; `package NAME`.
     """
     records, facts, seen = experiment.records, {}, set()
     made = {path: stage for stage, record in records.items() for path in record.outputs}
@@ -171,7 +171,7 @@ def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = 
         waiting += evaluations
     while waiting:
         stage = waiting.pop()
-        if stage in seen or stage == "check":
+        if stage in seen:
             continue
         seen.add(stage)
         record = records[stage]

@@ -26,7 +26,7 @@ import click
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ruamel.yaml import YAML
 
-from stages.core.errors import UserError, configure_logging, join_truncated, listed, pluralize, printable
+from stages.core.errors import UserError, configure_logging, join_truncated, listed, pluralize
 from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams, Params
 from stages.core.records import cut, nearest, publish_text
@@ -201,6 +201,11 @@ def as_trained(
     share = f"{counted / total:.0%} of the tokens of {pluralize(len(records), 'sample')} count in the loss of {name}"
     lines.append(("train: in the loss", f"{share} ({recipe.loss})"))
     return lines, coloured(tokenizer_of(processor), collate.padded_batch([{"sample": 0}]), name)
+
+
+def printable(text: str) -> str:
+    """Texts of a dataset are shown, and do not command the terminal. Line ends stay."""
+    return "".join(char if char.isprintable() or char in "\n\u200c\u200d" else repr(char)[1:-1] for char in text)
 
 
 def coloured(tokenizer: Any, row: Mapping[str, Any], recipe: str) -> str:

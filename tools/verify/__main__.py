@@ -28,8 +28,8 @@ import click
 import psutil
 from cryptography.exceptions import UnsupportedAlgorithm
 
-from stages.core.errors import UserError, join_truncated, pluralize, printable
-from stages.core.given_files import cache_dir
+from stages.core.errors import UserError, join_truncated, pluralize
+from stages.core.given_files import read_plain
 from stages.core.lineage import (
     LINEAGE_FILE,
     Lineage,
@@ -40,8 +40,8 @@ from stages.core.lineage import (
     verified_lineage,
 )
 from stages.core.provenance import PROVENANCE_DIR, read_provenance
-from stages.core.records import read_plain, rebuild
-from stages.launcher.pipeline import DeclaredStage, declared_stages
+from stages.core.records import rebuild
+from stages.launcher.pipeline import DeclaredStage, cache_dir, declared_stages
 from stages.mixture.certificate import BuildCertificate
 from stages.models.certificate import MergeCertificate
 from tools.verify.rerun import files_of, rerun
@@ -300,7 +300,7 @@ def report_published(folder: Path, key: Path | None) -> int:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001  # a hostile folder or key may make any library raise anything
-        why = printable(f"{type(error).__name__}: {error}")
+        why = f"{type(error).__name__}: {error}"
         raise UserError(f"{folder} cannot be verified: {' '.join(why.split())[:300]}") from None
     unknown = "" if checked.key in named else f"signed by a key you have not named: {checked.key or 'not read'}\n"
     made = [f"{each.stage}, {each.ended}, commit {each.commit or 'not known'}" for each in checked.records]
@@ -354,8 +354,8 @@ def _inode(path: Path) -> tuple[int, int]:
 
 
 def _one_line(text: str) -> str:
-    """The text without control codes and line ends: names of files and records may be made to look like a verdict."""
-    return printable(text).replace("\n", "\\n")
+    """Names of files and records may be made to look like a verdict."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _data_files(pattern: str) -> list[Path]:

@@ -19,12 +19,11 @@ from typing import Any
 import click
 
 from stages.core.errors import UserError, listed, pluralize
-from stages.core.given_files import cache_dir
 from stages.core.params import load_params
 from stages.core.provenance import Provenance, read_provenance
 from stages.core.records import nearest, publish_text, read_settings, yaml_text
 from stages.core.signals import handling
-from stages.launcher.pipeline import DeclaredStage, declared_stages, source_of
+from stages.launcher.pipeline import DeclaredStage, cache_dir, declared_stages, source_of
 from stages.launcher.process import forwarded_signals
 from stages.launcher.record import SEEN_BY_STAGES
 from stages.planning.memory_use import StageMemory

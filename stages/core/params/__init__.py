@@ -7,12 +7,10 @@ readers take for text.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from stages.core.given_files import require_own
 from stages.core.params.schema import (
     OPTIMIZERS,
     PARTS,
@@ -38,10 +36,8 @@ def load_params(path: Path = Path("params.yaml"), *, changes: Iterable[str] = ()
 
     changes: `KEY.KEY=VALUE` to set before that; the file stays as it is.
 
-    Raises UserError with every problem under its dotted path, and if the file is not a plain file of its folder.
+    Raises UserError with every problem under its dotted path.
     """
-    if os.path.lexists(path):
-        require_own(path, path.parent)  # messages would quote the file that a link leads to, and a pipe never ends
     params = read_settings(Params, path, hint="run from the top of the repository", changes=changes)
     if found := list(cross_checks(params)):
         raise refusal(path, found)

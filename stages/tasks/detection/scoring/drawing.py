@@ -7,7 +7,6 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from stages.core.errors import printable
 from stages.core.records import cut
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.samples.boxes import Box
@@ -71,7 +70,7 @@ def _draw_box(
     draw.rectangle((left, top, right, bottom), outline=colour, width=line)
     if label is not None:
         place = (left + _LINE + 1, bottom - _LINE if below else top + _LINE)
-        text, anchor = cut(printable(label).replace("\n", " ")), "ls" if below else "la"
+        text, anchor = cut(label.encode(errors="replace").decode().replace("\n", " ")), "ls" if below else "la"
         font = ImageFont.load_default(_FONT_SIZE)
         draw.rectangle(draw.textbbox(place, text, font=font, anchor=anchor), fill="white")
         draw.text(place, text, fill=colour, font=font, anchor=anchor)

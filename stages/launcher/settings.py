@@ -1,0 +1,42 @@
+"""params.yaml as the launcher reads it before every stage: checked as a whole, with the tasks that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stages.core.params import load_params
+from stages.core.params.schema import Params
+from stages.core.records import nearest, refusal
+from stages.core.tasks import dataset_problems, load_task
+
+
+def checked_params(workspace_dir: Path) -> Params:
+    """Raises UserError with every mistake under its dotted path."""
+    path = workspace_dir / "params.yaml"
+    params = load_params(path)
+    if problems := unknown_tasks(params, workspace_dir / "stages/tasks") or wrong_datasets(params):
+        raise refusal(path, problems)
+    return params
+
+
+def unknown_tasks(params: Params, tasks_dir: Path) -> dict[str, str]:
+    """Problems by dotted path: tasks without a folder in `tasks_dir`."""
+    known = sorted(path.parent.name for path in tasks_dir.glob("*/__init__.py"))
+    groups = {group: getattr(params, group) for group in ("baselines", "recipes", "builds", "predictions")}
+    groups |= {f"profiles.{name}.datasets": profile.datasets for name, profile in params.profiles.items()}
+    there_are = f"there are {', '.join(known)}"
+    return {
+        f"{group}.{name}.task": f"no task is called {user.task!r}{nearest(user.task, known)}; {there_are}"
+        for group, users in groups.items()
+        for name, user in users.items()
+        if user.task not in known
+    }
+
+
+def wrong_datasets(params: Params) -> dict[str, str]:
+    """Problems by dotted path: settings of datasets, of all profiles, that their tasks do not have."""
+    problems: dict[str, str] = {}
+    for each in (params.on(profile) for profile in params.profiles):
+        for name, dataset in each.active.datasets.items():
+            problems |= dataset_problems(load_task(dataset.task, "sources"), dataset, each.dataset_path(name))
+    return problems

@@ -1,0 +1,63 @@
+"""params.yaml is checked as a whole before every stage."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.core.errors import UserError
+from stages.core.params import load_params
+from stages.launcher import settings
+from tests import ROOT
+from tests.documents import write_yaml
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    (tmp_path / "stages").symlink_to(ROOT / "stages")
+    return tmp_path
+
+
+def mistakes(workspace: Path, raw: Any) -> str:
+    """The message for params.yaml with this content."""
+    write_yaml(raw, workspace / "params.yaml")
+    with pytest.raises(UserError) as refused:
+        settings.checked_params(workspace)
+    return refused.value.message
+
+
+def shipped() -> Any:
+    return YAML(typ="safe").load(ROOT / "params.yaml")
+
+
+def test_the_shipped_file_is_without_mistakes() -> None:
+    assert settings.checked_params(ROOT) == load_params(ROOT / "params.yaml")
+
+
+def test_an_unknown_task_is_named_by_its_path(workspace: Path) -> None:
+    raw = shipped()
+    raw["baselines"]["base-vlm"]["task"] = "nosuch"
+    raw["profiles"]["tiny"]["datasets"]["visempar"]["task"] = "amrr"
+    message = mistakes(workspace, raw)
+    assert "baselines.base-vlm.task: no task is called 'nosuch'; there are amr, " in message
+    assert "profiles.tiny.datasets.visempar.task: no task is called 'amrr' (did you mean 'amr'?)" in message
+
+
+def test_settings_of_a_dataset_are_checked_by_its_task(workspace: Path) -> None:
+    raw = shipped()
+    datasets = raw["profiles"]["tiny"]["datasets"]
+    datasets["nutrition-tables"]["reader"] = {"columns": {"ordr": "xywh"}, "max_image_pixels": 0}
+    datasets["visempar"]["reader"] = {"group": "x"}
+    datasets["conversations"]["reader"] = {"metrics": ["bleu"], "grup": "x"}
+    datasets["both"] = {"task": "chat", "source": "mix", "mix": {"conversations": None}}
+    message = mistakes(workspace, raw)
+    for problem in (
+        "nutrition-tables.reader.columns.ordr: unknown key (did you mean 'order'?)",
+        "nutrition-tables.reader.max_image_pixels: input should be greater",
+        "visempar.reader.group: unknown key",
+        "both.mix: datasets of the task chat cannot be mixed",
+        "conversations.reader.metrics.0: input should be",
+        "conversations.reader.grup: unknown key (did you mean 'group'?)",
+    ):
+        assert f"profiles.tiny.datasets.{problem}" in message
