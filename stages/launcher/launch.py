@@ -2,7 +2,7 @@
 
 A call becomes a Request; checks refuse one that cannot succeed; then the stage runs here, or as a job of Slurm in
 which the same launcher runs it. DVC names the stage in DVC_STAGE, and dvc.yaml gives no NAME: DVC puts names into its
-commands unquoted, so that a shell would run one from a stranger's params.yaml.
+commands unquoted.
 
 Reads BAKEOFF_PLACE (default: the profile's), BAKEOFF_ENGINE (default: auto), params.yaml and dvc.yaml, and the
 environment, parts of which the stage inherits. The exit code is the stage's, or the engine's own if that could not

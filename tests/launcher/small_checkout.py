@@ -60,7 +60,7 @@ def small_checkout(workspace: Path, *, pipeline: str | None = None, **stages: st
     """pipeline: dvc.yaml. stages: their code, by name. It has a base and a plan for r1-llm-only."""
     shutil.copytree(ROOT / "docker", workspace / "docker")
     copy_code(workspace)
-    for task in {path.parent.name for path in ROOT.glob("stages/tasks/*/__init__.py")}:
+    for task in (path.name for path in ROOT.glob("stages/tasks/[!_]*/")):
         copy_code(workspace, f"stages.tasks.{task}.sources")
     for path in ("params.yaml", "pyproject.toml"):
         shutil.copy(ROOT / path, workspace / path)
