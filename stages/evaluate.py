@@ -31,13 +31,14 @@ from stages.core.records import publish_text, published, rebuild
 from stages.core.tasks import load_task, require_answer_format
 from stages.data.conversation import Conversation
 from stages.data.parquet import write_rows
-from stages.evaluation.answer import load_answerer
+from stages.evaluation.answer import batch_size_for, load_answerer
 from stages.evaluation.score import failures, read_answers, score_answers, summary, write_examples
 from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
 from stages.models.certificate import certified_model
+from stages.planning.ladder import UNPLANNED_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
-from stages.planning.prediction import MemoryRecord, beside_measured
+from stages.planning.prediction import MemoryRecord, beside_measured, read_memory
 from stages.reporting.runs import FAILURE, cards_dir, write_card
 from stages.reporting.tracking import track_evaluation
 from stages.training.records import TrainingRecord
@@ -115,6 +116,9 @@ def evaluate_model(
     run_dir = Path("data/runs") / name
     model_dir, lineage = certified_model(params, name)
     profile = params.active
+    planned = read_memory(name) if name in params.recipes else None
+    largest = planned.evaluation_batch_size if planned else UNPLANNED_BATCH_SIZE
+    batch_size = batch_size_for(profile.evaluation, len(questions), largest=largest, attempt=attempt)
     engine = completions = certificate = answers = None
     if profile.evaluation.engine == "vllm":  # it has ended before our own model takes the device
         engine = VllmEngine(
@@ -127,7 +131,7 @@ def evaluate_model(
         )
         completions = engine.answer(run_dir)
     answerer, memory = load_answerer(
-        model_dir, profile, task.samples, questions, answer_format=task.answer_format, attempt=attempt
+        model_dir, profile, task.samples, answer_format=task.answer_format, batch_size=batch_size
     )
     if engine and completions:
         certificate, answers = engine.certify(completions, answerer)
@@ -137,7 +141,7 @@ def evaluate_model(
         "batch_size": answerer.batch_size,
         "attempt": attempt,
         **({"engine": certificate.engine} if certificate else {}),
-        **(memory_metrics(run_dir) if name in params.recipes else {}),
+        **(memory_metrics(run_dir, planned) if planned else {}),
     }
     return Evaluation(metrics=metrics, rows=scored.rows, lineage=lineage, memory=memory, certificate=certificate)
 
@@ -154,12 +158,11 @@ def evaluate_file(
     return Evaluation(metrics=metrics | {"answers": str(path)}, rows=rows, lineage=lineage, memory=memory)
 
 
-def memory_metrics(run_dir: Path) -> dict[str, float]:
+def memory_metrics(run_dir: Path, planned: MemoryRecord) -> dict[str, float]:
     """Training's predicted and measured memory; empty if memory ran out and training used other settings."""
     training = TrainingRecord.read(run_dir / "training/training.json", fix=rebuild(f"train@{run_dir.name}"))
     if training.attempt:
         return {}
-    planned = MemoryRecord.read(run_dir / "memory.json", fix=rebuild(f"plan@{run_dir.name}"))
     on_cpu = training.memory_kind == "cpu_allocated"
     return beside_measured(planned.prediction, training.peak_memory_bytes, on_cpu=on_cpu)
 

@@ -34,6 +34,7 @@ from stages.evaluation.score import score_answers, summary
 from stages.models.load import gpus_in_use, load_model, see_only
 from stages.models.merge import merge_certified, quantization_cost
 from stages.models.prompts import load_processor, takes
+from stages.planning.ladder import UNPLANNED_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
 from stages.training.records import TrainingRecord
@@ -88,7 +89,7 @@ def main(recipe: str, attempt: int) -> None:
             questions = [
                 samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in records
             ]
-            batch_size = batch_size_for(questions, base_dir, params.active, attempt=attempt)
+            batch_size = batch_size_for(settings, len(questions), largest=UNPLANNED_BATCH_SIZE, attempt=attempt)
 
             def answer(model: PreTrainedModel) -> tuple[list[str], dict[str, Any]]:
                 answerer = Answerer(

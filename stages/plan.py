@@ -39,7 +39,7 @@ def main(recipe: str) -> None:
     fit = decide(found.fit, found.predict, params.active.memory.fit)
     evaluation, batch_size = found.evaluation(fit)
     fit.plan.write(run_dir / "plan.yaml")
-    fit.record(evaluation).write(run_dir / "memory.json")
+    fit.record(evaluation, batch_size).write(run_dir / "memory.json")
     for line in (*found.notes, trainable_line(fit.plan.trainable), *fit.lines()):
         log.info("%s", line)
     if (time := duration(fit, found.lengths, params.prices)) is not None:

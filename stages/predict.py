@@ -1,6 +1,6 @@
 """Let a trained model answer unlabeled inputs, and write its answers in the form of the task.
 
-Reads   predictions.NAME; the merged model of its recipe and its certificate; the file of inputs
+Reads   predictions.NAME; the merged model of its recipe and its certificate; its plan; the file of inputs
 Writes  data/predictions/NAME.txt
 Run     docker/run predict example-sentences
 
@@ -18,11 +18,12 @@ from stages.core.errors import configure_logging
 from stages.core.params import load_params
 from stages.core.records import publish_text
 from stages.core.tasks import load_task
-from stages.evaluation.answer import load_answerer
+from stages.evaluation.answer import batch_size_for, load_answerer
 from stages.models.certificate import certified_model
 from stages.models.folders import require_weights
 from stages.planning.memory_use import recognised_out_of_memory
 from stages.planning.plan import read_plan
+from stages.planning.prediction import read_memory
 
 log = logging.getLogger("stages")
 
@@ -43,8 +44,10 @@ def main(name: str, attempt: int) -> None:
 
     samples = load_task(wanted.task, "samples")
     questions = [task.conversation(each, answer_format=answer_format) for each in inputs]
+    largest = read_memory(wanted.recipe).evaluation_batch_size
+    batch_size = batch_size_for(params.active.evaluation, len(questions), largest=largest, attempt=attempt)
     answerer, memory = load_answerer(
-        model_dir, params.active, samples, questions, answer_format=answer_format, attempt=attempt
+        model_dir, params.active, samples, answer_format=answer_format, batch_size=batch_size
     )
     answers = answerer.answers(questions)
     submission = task.submission(inputs, answers, answer_format=answer_format)

@@ -39,9 +39,10 @@ from stages.planning.plan import Plan
 from stages.training.batches import ConversationCollator
 from stages.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.training.features import frozen_features
+from stages.training.identity import identity_of
 from stages.training.processes import is_first_process, is_worker, run_workers, set_up
 from stages.training.records import tracking_arguments, write_records
-from stages.training.resume import identity_of, train_to_the_end
+from stages.training.resume import train_to_the_end
 from stages.training.trainer import RecipeTrainer
 
 log = logging.getLogger("stages")

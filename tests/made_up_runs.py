@@ -20,7 +20,7 @@ from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
 from stages.models.certificate import QuantizationCost
 from stages.planning.memory_use import StageMemory, stage_memory_path
-from stages.planning.plan import resolve_plan
+from stages.planning.resolve import resolve_plan
 from stages.reporting.runs import MODEL_LINEAGE_FILE
 from stages.tasks.detection.report import REPORT
 from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING

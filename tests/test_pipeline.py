@@ -2,6 +2,8 @@
 
 import re
 import shutil
+from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tests.documents import write_yaml
 
 PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
 READ = load_params(ROOT / "params.yaml")
+IGNORED = Repo(str(ROOT)).dvcignore
 PIPELINE = {stage.name: stage for stage in declared_stages(ROOT)}
 TASKS = sorted(path.parent.name for path in ROOT.glob("stages/tasks/*/report.py"))
 
@@ -33,6 +36,11 @@ def dvc_repo(tmp_path_factory: pytest.TempPathFactory) -> Repo:
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(ROOT / name, folder)
     return Repo.init(str(folder), no_scm=True)
+
+
+@cache
+def ignored_by_dvc(path: Path) -> bool:
+    return bool(IGNORED.check_ignore(str(path)).match)
 
 
 def entry_point(stage: DeclaredStage) -> str:
@@ -49,8 +57,14 @@ def declared_code(stage: DeclaredStage) -> set[str]:
     paths = [ROOT / dep for dep in stage.deps if dep.startswith("stages/")]
     assert [path for path in paths if not path.exists()] == []
     files = (file for path in paths for file in ([path] if path.is_file() else path.rglob("*")))
-    files = (file for file in files if file.is_file() and "__pycache__" not in file.parts)
+    files = (file for file in files if file.is_file() and not ignored_by_dvc(file))
     return {str(file.relative_to(ROOT)) for file in files if has_code(file)}
+
+
+def code_of_kind(name: str, code: Callable[[DeclaredStage], set[str]]) -> set[str]:
+    """The code of all stages that dvc.yaml declares together with a stage, such as train@r1-llm-only."""
+    kind = name.partition("@")[0]
+    return set().union(*(code(stage) for other, stage in PIPELINE.items() if other.partition("@")[0] == kind))
 
 
 def needed_code(stage: DeclaredStage) -> set[str]:
@@ -99,10 +113,25 @@ def test_stage_declares_the_code_it_runs(name: str) -> None:
     stage = PIPELINE[name]
     assert sorted(needed_code(stage) - declared_code(stage)) == [], "used, but not declared"
     # Stages of one kind are declared together, and tasks use different parts of the kit.
-    of_its_kind = [other for other in PIPELINE.values() if other.name.partition("@")[0] == name.partition("@")[0]]
-    used = {Path(path) for other in of_its_kind for path in needed_code(other)}
+    used = {Path(path) for path in code_of_kind(name, needed_code)}
     declared = [dep for dep in stage.deps if dep.startswith("stages/")]
     assert [dep for dep in declared if not any(path.is_relative_to(dep) for path in used)] == [], "declared, not used"
+
+
+@pytest.mark.parametrize("kind", ["train", "merge"])
+def test_a_comment_trains_and_merges_nothing_that_does_not_run_it(kind: str) -> None:
+    recipes = [name for name in PIPELINE if name.partition("@")[0] == kind]
+    declared, needed = (code_of_kind(recipes[0], code) for code in (declared_code, needed_code))
+    # Core is small, and a part of it is a folder of every stage.
+    assert {path for path in declared - needed if not path.startswith(("stages/core/", "stages/internals/"))} == set()
+    rooms = ("memory", "reporting", "publishing", "launcher", "evaluation/vllm")
+    predictions = ("cards.py", "disk.py", "prediction.py", "resolve.py")
+    foreign = (*(f"stages/{room}/" for room in rooms), *(f"stages/planning/{module}" for module in predictions))
+    assert {path for path in declared if path.startswith(foreign)} == set()
+    for name in recipes:
+        task = PARAMS["recipes"][name.partition("@")[2]]["task"]
+        of_tasks = {path for path in declared_code(PIPELINE[name]) if path.startswith("stages/tasks/")}
+        assert {path.split("/")[2] for path in of_tasks} == {task}
 
 
 def test_stages_depend_on_all_that_images_are_built_from_and_nothing_else_of_docker() -> None:

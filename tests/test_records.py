@@ -73,7 +73,7 @@ def use_lineage(path: Path) -> None:
 MERGED = Lineage(kind="merged", name="r1", digest=CERTIFICATE.merged_digest)
 RECORDS = [
     Written("runs/r1-llm-only/plan.yaml", asdict(PLAN), use_plan, "dvc repro -f -s plan@r1-llm-only"),
-    Written("runs/r1-llm-only/memory.json", asdict(start(12).record(start(12))), use_memory,
+    Written("runs/r1-llm-only/memory.json", asdict(start(12).record(start(12), 64)), use_memory,
             "dvc repro plan@r1"),
     Written("runs/r1/trained/lineage.json", LINEAGE, use_lineage, "dvc repro train@r1"),
     Written("runs/r1/training/training.json", asdict(TRAINING),

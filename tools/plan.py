@@ -67,7 +67,6 @@ class RecipeMemory:
     cheapest: dict[str, Any] | None
     """The first plan down the ladder that fits; else the first that might; else the last: its changes, settings,
     verdict and total_bytes. None if the plan fits as it is, or the device is unknown."""
-    evaluation_batch_size: int
     disk: DiskUse
     duration: Duration | None
     """None on a CPU, in fp32, and for a size that no card of the table has."""
@@ -259,9 +258,8 @@ class Predictions:
             batch=batch,
             settings=settings(plan),
             trainable=plan.trainable["total"],
-            memory=fit.record(evaluation),
+            memory=fit.record(evaluation, batch_size),
             cheapest=changed,
-            evaluation_batch_size=batch_size,
             disk=disk_use(plan, self.params),
             duration=duration(cheapest, found.lengths, self.params.prices),
             command=None if cheapest.verdict == "does not fit" else self._command(f"{stage}@{recipe}", cheapest),

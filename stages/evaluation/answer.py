@@ -24,12 +24,11 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import EvaluationParams, ProfileParams
 from stages.data.conversation import Conversation
-from stages.models.load import gpus_in_use, load_config, see_only
+from stages.models.load import gpus_in_use, see_only
 from stages.models.merge import load_certified
 from stages.models.prompts import Processor, encode, load_processor, samples_for, tokenizer_of
-from stages.planning.ladder import MAX_BATCH_SIZE, lowered_batch_size, prefill_batch_size
+from stages.planning.ladder import lowered_batch_size, prefill_batch_size
 from stages.planning.memory_use import MemoryLog
-from stages.planning.prediction import Prediction
 
 log = logging.getLogger(__name__)
 
@@ -72,62 +71,33 @@ class Answerer:
         )
 
 
-def batch_size_for(questions: Sequence[Conversation], model_dir: Path, profile: ProfileParams, *, attempt: int) -> int:
-    """The profile's batch size, or with `auto` the largest predicted to fit, halved `attempt` times.
+def batch_size_for(settings: EvaluationParams, num_questions: int, *, largest: int, attempt: int) -> int:
+    """The batch size of params.yaml, or with `auto` the largest, halved `attempt` times.
 
-    model_dir: holds the model's config and processor. The result is the same for all models of a size.
+    largest: by the plan, or UNPLANNED_BATCH_SIZE. At most all questions at once, rounded up to a power of two.
     Raises UserError if the batch cannot be halved so often.
     """
-    batch_size = profile.evaluation.batch_size
-    if batch_size == "auto":
-        batch_size = _predicted_batch_size(questions, model_dir, profile)
+    needed = 1 << (num_questions - 1).bit_length()
+    batch_size = min(largest, needed) if settings.batch_size == "auto" else settings.batch_size
     lowered = lowered_batch_size(batch_size, attempt)
     if lowered is None:
         raise UserError(f"a batch of {batch_size} cannot be halved {attempt} times")
     return lowered
 
 
-def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, profile: ProfileParams) -> int:
-    # These import TRL, which takes seconds.
-    from stages.memory.fit import fitting_batch_size
-    from stages.memory.predict import capacity_bytes, predict_generation, repeated
-    from stages.memory.step import Inference
-
-    started, settings, memory = time.monotonic(), profile.evaluation, profile.memory
-    inference = Inference(device=profile.device.one(), precision=memory.precision, attn=memory.attn)
-    config, capacity = load_config(model_dir), capacity_bytes(inference.device)
-    [[longest], *_] = longest_first(questions, 1)
-    processor = load_processor(model_dir, profile.images)
-    question = encode(processor, [questions[longest]], padding_side="left", max_length=settings.room)
-
-    def predict(size: int) -> Prediction:
-        batch = repeated(question, prefill_batch_size(size))
-        limits = {"batch_size": size, "max_new_tokens": settings.max_new_tokens}
-        return predict_generation(inference, config, batch, **limits)
-
-    # At most all questions at once, rounded up to a power of two.
-    batch_size = fitting_batch_size("auto", predict, capacity, limit=min(MAX_BATCH_SIZE, 2 * len(questions) - 1))
-    log.info("batch size %d by predicted memory, which took %.1f s", batch_size, time.monotonic() - started)
-    return batch_size
-
-
 def load_answerer(
     model_dir: Path,
     profile: ProfileParams,
     samples: ModuleType,
-    questions: Sequence[Conversation],
     *,
     answer_format: str | None,
-    attempt: int,
+    batch_size: int,
 ) -> tuple[Answerer, MemoryLog]:
-    """The model of a folder on one device of the profile, ready to answer these questions, and the memory that loading
-    took.
+    """The model of a folder on one device of the profile, ready to answer, and the memory that loading took.
 
-    samples: of the task. attempt: times to halve the batch.
-    Raises UserError if the batch cannot be halved so often, and for a model that the task does not have.
+    samples: of the task. Raises UserError for a model that the task does not have.
     """
     device, precision, attn = profile.device.one(), profile.memory.precision, profile.memory.attn
-    batch_size = batch_size_for(questions, model_dir, profile, attempt=attempt)
     see_only(device)
     memory = MemoryLog(gpus_in_use(device))
     model = load_certified(model_dir, device=device, precision=precision, attn=attn).eval()

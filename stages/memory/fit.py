@@ -12,9 +12,12 @@ from stages.core.errors import UserError, bytes_text
 from stages.core.params.schema import PriceParams
 from stages.memory.calibration import ASSUMED, load_calibration
 from stages.planning.cards import cards_for
-from stages.planning.ladder import MAX_BATCH_SIZE, assumed_time, changes_between, climbs, rungs
+from stages.planning.ladder import MAX_BATCH_SIZE, changes_between, rungs
 from stages.planning.plan import Plan
 from stages.planning.prediction import MemoryRecord, Prediction, Verdict, gib_text
+
+TOKENS_TO_FILL_A_GPU = 2048
+"""Tokens of a micro-batch that takes twice the time per token of a large one. Assumed, not measured."""
 
 Predict: TypeAlias = Callable[[Plan], Prediction]
 
@@ -49,8 +52,8 @@ class Fit:
         short = self.verdict is None or (self.verdict == "fits" and not plan.on_gpu)
         return lines + ([self.prediction.summary()] if short else self.prediction.lines(self.capacity_bytes))
 
-    def record(self, evaluation: Fit) -> MemoryRecord:
-        """evaluation: how the same plan's evaluation fits."""
+    def record(self, evaluation: Fit, batch_size: int) -> MemoryRecord:
+        """evaluation: how the same plan's evaluation fits, so many completions at once."""
         of_this_machine = self.plan.device.kind == "cpu" and self.plan.device.memory_gb is None
         return MemoryRecord(
             verdict=self.verdict or "unknown",
@@ -59,6 +62,7 @@ class Fit:
             changes=list(self.changes),
             evaluation_verdict=evaluation.verdict or "unknown",
             evaluation_bytes=evaluation.prediction.total_bytes,
+            evaluation_batch_size=batch_size,
         )
 
 
@@ -77,11 +81,29 @@ def cheapest_fit(fit: Fit, predict: Predict) -> Fit:
 
 def fastest_fit(fit: Fit, predict: Predict) -> Fit:
     """The plan of the same result that fits with the least `assumed_time`; the plan itself if none fits."""
-    found = []
-    for climb in climbs(fit.plan):
-        fitting = bisect_left(climb, True, key=lambda plan: fit.changed_to(plan, predict).verdict != "fits")
-        found += [fit.changed_to(climb[fitting - 1], predict)] if fitting else []
-    return min(found, key=lambda each: assumed_time(each.plan, each.prediction.flops), default=fit)
+    fitting = []
+    for plans in same_results(fit.plan):
+        num_fitting = bisect_left(plans, True, key=lambda plan: fit.changed_to(plan, predict).verdict != "fits")
+        fitting += [fit.changed_to(plans[num_fitting - 1], predict)] if num_fitting else []
+    return min(fitting, key=lambda each: assumed_time(each.plan, each.prediction.flops), default=fit)
+
+
+def same_results(plan: Plan) -> list[list[Plan]]:
+    """The plan with every micro-batch of the same result, from the least memory up: without gradient checkpointing, and
+    with it if the plan has it."""
+    schedule, share = plan.schedule, plan.samples_per_step
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    schedules = [replace(schedule, micro_batch=size, grad_accumulation=share // size) for size in sizes]
+    return [
+        [replace(plan, gradient_checkpointing=checkpointing, schedule=each) for each in schedules]
+        for checkpointing in {False, plan.gradient_checkpointing}
+    ]
+
+
+def assumed_time(plan: Plan, flops: float) -> float:
+    """Time of a step relative to other plans of the recipe. flops: of a micro-batch, repeated passes included."""
+    slowdown = 1 + TOKENS_TO_FILL_A_GPU / (plan.schedule.micro_batch * plan.max_length)
+    return flops * plan.schedule.grad_accumulation * slowdown
 
 
 def decide(fit: Fit, predict: Predict, how: str) -> Fit:
@@ -103,12 +125,10 @@ def fitting_batch_size(
     wanted: int | Literal["auto"],
     predict: Callable[[int], Prediction],
     capacity_bytes: int | None,
-    *,
-    limit: int = MAX_BATCH_SIZE,
 ) -> int:
     """The generation batch size: the profile's, or with `auto` the largest power of two that is predicted to fit.
 
-    predict: memory of a batch of that size. limit: of the powers of two; 1 is not predicted.
+    predict: memory of a batch of that size; 1 is not predicted.
     """
     if wanted != "auto":
         return wanted
@@ -117,7 +137,7 @@ def fitting_batch_size(
     def does_not_fit(exponent: int) -> bool:
         return predict(1 << exponent).verdict(capacity_bytes) != "fits"
 
-    return 1 << bisect_left(range(1, limit.bit_length()), True, key=does_not_fit)
+    return 1 << bisect_left(range(1, MAX_BATCH_SIZE.bit_length()), True, key=does_not_fit)
 
 
 def refusal(fit: Fit, cheapest: Fit) -> str:

@@ -27,8 +27,9 @@ from stages.models.prompts import Processor
 from stages.planning.cards import named_card, usable_bytes
 from stages.planning.ladder import prefill_batch_size
 from stages.planning.memory_use import free_and_total_bytes
-from stages.planning.plan import Plan, with_speedups
+from stages.planning.plan import Plan
 from stages.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
+from stages.planning.resolve import with_speedups
 from stages.training.batches import FEATURES, packed
 
 CPU_ERRORS = (-0.03, 0.05)

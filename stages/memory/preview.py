@@ -20,7 +20,7 @@ from stages.memory.fit import Fit, fitting_batch_size
 from stages.memory.predict import MemoryPredictor, capacity_bytes
 from stages.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.models.prompts import load_processor, require_takes
-from stages.planning.plan import resolve_plan
+from stages.planning.resolve import resolve_plan
 from stages.training.batches import ConversationCollator
 
 

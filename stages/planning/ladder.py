@@ -21,8 +21,9 @@ from stages.planning.plan import Plan, read_plan
 MAX_BATCH_SIZE = 128
 """Largest generation batch if evaluation.batch_size is auto. A step of it reads more keys and values than weights, so
 a larger batch is hardly faster."""
-TOKENS_TO_FILL_A_GPU = 2048
-"""Tokens of a micro-batch that takes twice the time per token of a large one. Assumed, not measured."""
+UNPLANNED_BATCH_SIZE = 32
+"""With auto, of baselines and of a merge's few samples, which no plan predicts: half of what a 7B with images takes on
+48 GB. The launcher halves it if memory runs out."""
 
 
 def rungs(plan: Plan) -> Iterator[Plan]:
@@ -31,24 +32,6 @@ def rungs(plan: Plan) -> Iterator[Plan]:
     while rung is not None:
         yield rung
         rung = next((below for step in _STEPS if (below := step(rung)) is not None), None)
-
-
-def climbs(plan: Plan) -> list[list[Plan]]:
-    """The plan with every micro-batch of the same result, from the least memory up: without gradient checkpointing, and
-    with it if the plan has it."""
-    schedule, share = plan.schedule, plan.samples_per_step
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
-    schedules = [replace(schedule, micro_batch=size, grad_accumulation=share // size) for size in sizes]
-    return [
-        [replace(plan, gradient_checkpointing=checkpointing, schedule=each) for each in schedules]
-        for checkpointing in {False, plan.gradient_checkpointing}
-    ]
-
-
-def assumed_time(plan: Plan, flops: float) -> float:
-    """Time of a step relative to other plans of the recipe. flops: of a micro-batch, repeated passes included."""
-    slowdown = 1 + TOKENS_TO_FILL_A_GPU / (plan.schedule.micro_batch * plan.max_length)
-    return flops * plan.schedule.grad_accumulation * slowdown
 
 
 def rung_changes(plan: Plan) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.records import STRICT, Record
+from stages.core.params.schema import Size
+from stages.core.records import STRICT, Record, rebuild
 
 GIB = 2**30
 
@@ -90,10 +92,17 @@ class MemoryRecord(Record):
     evaluation_verdict: str
     evaluation_bytes: Bytes
     """Total of the evaluation at its own batch size, on one device."""
+    evaluation_batch_size: Size
+    """Completions at once: of params.yaml, or with `auto` the largest predicted to fit."""
 
     def faults(self) -> dict[str, str]:
         missing = [phase for phase in PHASES if phase not in self.prediction.phases]
         return {f"prediction.phases.{phase}": "missing" for phase in missing}
+
+
+def read_memory(recipe: str) -> MemoryRecord:
+    """Raises UserError if the record is missing or damaged."""
+    return MemoryRecord.read(Path("data/runs") / recipe / "memory.json", fix=rebuild(f"plan@{recipe}"))
 
 
 def beside_measured(prediction: Prediction, measured_bytes: int, *, on_cpu: bool) -> dict[str, float]:

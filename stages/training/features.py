@@ -49,7 +49,7 @@ def frozen_features(
     """Within the block the trainer's batches hold features, if the plan wants that; those missing are computed first.
 
     Each process of a training computes its share, and nothing removes them meanwhile.
-    root: .bakeoff/features. identity: the training's (resume.py, `identity_of`). limit_gb: size of all features below
+    root: .bakeoff/features. identity: the training's (identity.py). limit_gb: size of all features below
     root, in GB; the least recently used ones are removed.
     Raises UserError if they cannot be written.
     """

@@ -18,7 +18,7 @@ from stages.internals.torch_internals import expand_segments
 from stages.models.load import see_only
 from stages.planning.plan import Plan
 from stages.training.kernels import prepare_kernels
-from stages.training.resume import seed_everything
+from stages.training.randomness import seed_everything
 
 
 def is_first_process() -> bool:

@@ -2,42 +2,34 @@
 
 Trainer decides when to save and restore (internals/transformers_internals.py). A checkpoint holds trained weights,
 optimizer states, schedule, scaler, random numbers, and the sums between two lines of the log. It resumes a training
-with the same identity: everything that the resulting bytes depend on.
+with the same identity (identity.py).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import platform
-import random
 import shutil
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
 
-import stages
-from stages.core.environment import ARITHMETIC_PREFIXES, arithmetic, installed_packages
 from stages.core.errors import UserError
-from stages.core.lineage import Lineage, file_digest, json_digest
-from stages.core.params.schema import OPTIMIZERS, CheckpointParams, DeviceParams
+from stages.core.params.schema import OPTIMIZERS, CheckpointParams
 from stages.core.signals import ENDING, SAME_REQUEST_S, handling
 from stages.internals.accelerate_internals import set_last_batch
 from stages.internals.torch_internals import tree_map_only
@@ -46,6 +38,7 @@ from stages.internals.trl_internals import metric_sums, set_metric_sums
 from stages.models.load import local, whole
 from stages.planning.plan import Plan
 from stages.training.checkpoints import Checkpoints
+from stages.training.randomness import random_state, set_random_state
 from stages.training.records import Trace, best_step, is_over
 
 log = logging.getLogger(__name__)
@@ -369,40 +362,6 @@ def _ignore_signals(then: Callable[[int], None], worker: int) -> None:
     then(worker)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch, and refuse operations without a deterministic implementation.
-
-    cuBLAS chooses kernels by the size of its workspaces, which CUBLAS_WORKSPACE_CONFIG=:4096:8 makes the same on every
-    card; the launcher sets it, as it has to be there before the first kernel.
-    """
-    set_seed(seed)
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    # On by default under deterministic algorithms: every torch.empty is filled with NaN, a fifth of a small model's
-    # step. It guards against operations that read memory they never wrote, which none of a training step's does.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def random_state() -> dict[str, Any]:
-    """State of the random numbers of Python, NumPy and torch, on the CPU and every GPU, for `save_state`."""
-    numpy_state: Any = np.random.get_state()  # noqa: NPY002 - libraries draw from it
-    name, keys, *rest = numpy_state
-    return {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
 def save_state(state: Any, path: Path) -> None:
     """Write nested values to a file, a tensor in several places once; of a DTensor this process's share.
 
@@ -421,54 +380,3 @@ def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
 def load_state(path: Path) -> Any:
     """The state that `save_state` wrote, its tensors on the CPU. Only tensors and plain values are read."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-
-
-def identity_of(plan: Plan, *, attempt: int, base: Lineage, data: Mapping[str, Path]) -> dict[str, str]:
-    """The facts that identify a training, by names that people read if they differ: equal facts give equal bytes.
-
-    Neither the recipe's name nor a path is among them, nor a setting without effect on the result, such as how often a
-    checkpoint is saved. Everything that the training runs must have been imported by now.
-
-    plan: as used, `attempt` rungs down the memory ladder. data: the files of samples by name, `data` those of training.
-    Raises OSError if they cannot be read.
-    """
-    variables = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(ARITHMETIC_PREFIXES))
-    packages = [platform.python_version(), installed_packages(sys.path)]
-    return {
-        "plan": json_digest(asdict(replace(plan, recipe=""))),
-        "attempt": str(attempt),
-        "base": base.digest,
-        **{name: file_digest(path) for name, path in data.items()},
-        "code": json_digest([*_imported_code()]),
-        "packages": json_digest(packages),
-        "image": os.environ.get("BAKEOFF_IMAGE", "process"),
-        "device": _device(plan.device),
-        "environment": json_digest(variables),
-    }
-
-
-def _imported_code() -> Iterator[tuple[str, str]]:
-    """(path, digest) of each file of this project that this process has imported, or was started with."""
-    root = Path(stages.__file__).parent
-    imported = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
-    for path in sorted(path.relative_to(root) for path in imported if path.is_relative_to(root)):
-        yield path.as_posix(), file_digest(root / path)
-
-
-def _device(device: DeviceParams) -> str:
-    """Sums are added up in another order by another GPU, another maker's CPU, or another number of threads.
-
-    Threads share out one sum of more than 32,768 numbers (ATen/native/TensorIteratorReduce.cpp), and nothing else.
-    """
-    if device.kind == "cuda":
-        names = [torch.cuda.get_device_name(index) for index in range(device.count)]
-        # The libraries that were loaded, whatever the packages' names say.
-        loaded = {
-            "CUDA": torch.version.cuda,
-            "cuDNN": torch.backends.cudnn.version(),
-            "NCCL": torch.cuda.nccl.version(),
-        }
-        names += [f"{name} {version}" for name, version in loaded.items()]
-    else:
-        names = [arithmetic(os.environ), f"{torch.get_num_threads()} threads"]
-    return f"{device.count} x {device.kind}: {', '.join(names)}"

@@ -38,8 +38,9 @@ from stages.models.prompts import Processor
 from stages.planning.memory_use import GpuUse
 from stages.planning.plan import Plan
 from stages.training.batches import FEATURES, IGNORED
+from stages.training.randomness import random_state, set_random_state
 from stages.training.records import LOSS, SCORE, best_step, is_over
-from stages.training.resume import ResumableTrainer, random_state, set_random_state
+from stages.training.resume import ResumableTrainer
 
 log = logging.getLogger(__name__)
 

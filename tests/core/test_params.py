@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import OPTIMIZERS, Optimizer, Params, made_by
-from stages.planning.plan import resolve_plan
+from stages.planning.resolve import resolve_plan
 from tests import ROOT
 from tests.damage import at, damaged_text, damaged_tree, quick
 

@@ -3,7 +3,6 @@
 import copy
 import threading
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,8 @@ from stages.evaluation.answer import (
     generate_answers,
     load_answerer,
 )
-from stages.memory.predict import predict_generation
-from stages.memory.step import Inference
-from stages.models.load import load_config, load_model
-from stages.models.prompts import Processor, count_tokens, encode, load_processor, tokenizer_of
-from stages.planning.cards import usable_bytes
+from stages.models.load import load_model
+from stages.models.prompts import Processor, encode, load_processor, tokenizer_of
 from stages.planning.ladder import prefill_batch_size
 from tests import ROOT
 from tests.tiny import table_conversation
@@ -40,7 +36,8 @@ TABLES = [table_conversation(index, answered=False) for index in range(5)]
 @pytest.mark.parametrize(("attempt", "batches"), [(0, [2, 2, 1]), (1, [1] * 5), (4, [1] * 5)])
 def test_each_attempt_halves_the_batch(tiny_vlm: Path, attempt: int, batches: list[int]) -> None:
     profile = replace(TINY, evaluation=EvaluationParams(batch_size=16, max_new_tokens=1))
-    answerer, _ = load_answerer(tiny_vlm, profile, DETECTION, TABLES, answer_format=None, attempt=attempt)
+    batch_size = batch_size_for(profile.evaluation, len(TABLES), largest=64, attempt=attempt)
+    answerer, _ = load_answerer(tiny_vlm, profile, DETECTION, answer_format=None, batch_size=batch_size)
     seen = []
     answerer.model.model.visual.register_forward_pre_hook(
         lambda _module, _args, inputs: seen.append(len(inputs["grid_thw"])), with_kwargs=True
@@ -49,41 +46,30 @@ def test_each_attempt_halves_the_batch(tiny_vlm: Path, attempt: int, batches: li
     assert (len(answers), seen) == (5, batches)
 
 
-def test_a_batch_of_one_cannot_be_halved(tmp_path: Path) -> None:  # an empty folder: nothing is loaded
-    profile = replace(TINY, evaluation=EvaluationParams(batch_size=3, max_new_tokens=5))
+def test_a_batch_of_one_cannot_be_halved() -> None:
     with pytest.raises(UserError, match="a batch of 3 cannot be halved 2 times"):
-        load_answerer(tmp_path, profile, DETECTION, TABLES, answer_format=None, attempt=2)
+        batch_size_for(EvaluationParams(batch_size=3, max_new_tokens=5), 5, largest=64, attempt=2)
 
 
 def test_another_tasks_model_is_refused(tiny_vlm: Path) -> None:
     with pytest.raises(UserError, match="AMR parsing trains text models"):
-        load_answerer(tiny_vlm, TINY, load_task("amr", "samples"), TABLES, answer_format="full", attempt=0)
+        load_answerer(tiny_vlm, TINY, load_task("amr", "samples"), answer_format="full", batch_size=1)
 
 
-def test_an_auto_batch_is_the_largest_predicted_to_fit(tiny_vlm: Path) -> None:
-    def batch_size(memory_gb: float | None, attempt: int = 0) -> int:
-        device = DeviceParams(kind="cpu", memory_gb=memory_gb)
-        evaluation = EvaluationParams(batch_size="auto", max_new_tokens=200)
-        profile = replace(TINY, device=device, evaluation=evaluation)
-        return batch_size_for(TABLES, tiny_vlm, profile, attempt=attempt)
-
-    assert batch_size(None) == 8, "the power of two that all five questions go into"
-    assert batch_size(None, attempt=2) == 2
-    of_four = predicted_bytes(tiny_vlm, 4, max_new_tokens=200)
-    usable = usable_bytes(1) / 2**30
-    assert batch_size(1.001 * of_four / 2**30 / usable) == 4
-    assert batch_size(0.999 * of_four / 2**30 / usable) == 2
-    assert batch_size(1e-6) == 1
-
-
-def predicted_bytes(folder: Path, batch_size: int, *, max_new_tokens: int) -> int:
-    """Upper end of the prediction for so many answers to the longest question."""
-    inference = Inference(device=DeviceParams(kind="cpu"), precision="fp32", attn="sdpa")
-    processor, config = load_processor(folder, None), load_config(folder)
-    longest = max(TABLES, key=partial(count_tokens, processor))
-    batch = encode(processor, [longest] * prefill_batch_size(batch_size), padding_side="left")
-    limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
-    return predict_generation(inference, config, batch, **limits).high_bytes
+@pytest.mark.parametrize(
+    ("batch_size", "largest", "attempt", "expected"),
+    [
+        ("auto", 64, 0, 8),  # the power of two that all five questions go into
+        ("auto", 64, 2, 2),
+        ("auto", 4, 0, 4),  # all that the plan predicts to fit
+        (48, 4, 0, 48),
+    ],
+)
+def test_an_auto_batch_is_no_larger_than_planned_or_needed(
+    batch_size: Any, largest: int, attempt: int, expected: int
+) -> None:
+    settings = EvaluationParams(batch_size=batch_size, max_new_tokens=5)
+    assert batch_size_for(settings, len(TABLES), largest=largest, attempt=attempt) == expected
 
 
 def question(index: int) -> Conversation:

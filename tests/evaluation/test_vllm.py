@@ -131,7 +131,7 @@ def own_answers(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         samples, profile = load_task("detection", "samples"), load_params().active
         records = samples.read_split(Path("data/prepared/nutrition-tables"), "val")
         questions = [samples.conversation(record, answered=False, answer_format=None) for record in records]
-        answerer, _ = load_answerer(Path("data/bases/vlm"), profile, samples, questions, answer_format=None, attempt=0)
+        answerer, _ = load_answerer(Path("data/bases/vlm"), profile, samples, answer_format=None, batch_size=1)
         answers = []
         for question in questions:
             batch = encode(answerer.processor, [question], padding_side="left")

@@ -20,7 +20,7 @@ from stages.core.lineage import write_lineage
 from stages.core.params import load_params
 from stages.launcher.gpus import Gpu
 from stages.launcher.pipeline import Request, declared_stages
-from stages.planning.plan import resolve_plan
+from stages.planning.resolve import resolve_plan
 from tests import ROOT
 from tests.closure import import_closure
 

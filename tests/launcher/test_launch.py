@@ -19,7 +19,7 @@ from stages.launcher.gpus import MIN_DRIVER, Gpu
 from stages.launcher.launch import refuse_full_disk, refuse_missing_deps
 from stages.launcher.pipeline import Request, gpus_wanted
 from stages.launcher.process import STAGES, ProcessEngine
-from stages.planning.plan import resolve_plan
+from stages.planning.resolve import resolve_plan
 from tests import ROOT
 from tests.documents import write_yaml
 from tests.launcher.small_checkout import CALLER, PARAMS, Command, notes, request_of, run, set_gpus, small_checkout

@@ -24,7 +24,7 @@ from stages.launcher.slurm import (
     run_inside_job,
     runs_in_slurm,
 )
-from stages.planning.plan import resolve_plan
+from stages.planning.resolve import resolve_plan
 from tests.launcher.small_checkout import PARAMS, request_of
 
 IN_SEED_1 = replace(PARAMS, seed=1)

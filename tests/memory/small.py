@@ -23,8 +23,9 @@ from stages.memory.stand_in import stand_in_batch
 from stages.memory.step import record_step
 from stages.models.load import load_config
 from stages.models.prompts import Processor, load_processor
-from stages.planning.plan import Plan, resolve_plan
+from stages.planning.plan import Plan
 from stages.planning.prediction import Prediction
+from stages.planning.resolve import resolve_plan
 from stages.training.batches import packed
 from tests import ROOT
 from tests.tiny_families import config_for

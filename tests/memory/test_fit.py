@@ -50,10 +50,8 @@ def start(capacity_gib: float | None, predict: Callable[[Plan], Prediction] = fa
     return Fit(plan=PLAN, prediction=predict(PLAN), capacity_bytes=capacity_bytes)
 
 
-@pytest.mark.parametrize(
-    ("capacity_gib", "limit", "size"), [(0.1, 128, 1), (10.9, 128, 4), (11, 128, 8), (11, 4, 4), (900, 128, 128)]
-)
-def test_the_batch_size_auto_is_the_largest_that_surely_fits(capacity_gib: float, limit: int, size: int) -> None:
+@pytest.mark.parametrize(("capacity_gib", "size"), [(0.1, 1), (10.9, 4), (11, 8), (900, 128)])
+def test_the_batch_size_auto_is_the_largest_that_surely_fits(capacity_gib: float, size: int) -> None:
     """For 8 completions of 1 GiB each and 2 GiB of weights, the interval ends at 11 GiB."""
     asked = []
 
@@ -61,7 +59,7 @@ def test_the_batch_size_auto_is_the_largest_that_surely_fits(capacity_gib: float
         asked.append(batch_size)
         return predicted(2 + batch_size)
 
-    assert fitting_batch_size("auto", predict, round(capacity_gib * GIB), limit=limit) == size
+    assert fitting_batch_size("auto", predict, round(capacity_gib * GIB)) == size
     assert len(asked) <= 3, "each takes seconds"
     assert fitting_batch_size(48, predict, None) == 48
     assert len(asked) <= 3, "nothing is predicted of a size that is given"
@@ -153,12 +151,16 @@ def test_a_refusal_says_so_where_the_change_might_not_suffice_or_does_not() -> N
 @pytest.mark.parametrize("capacity_gib", [None, 12])
 def test_a_record_comes_back_as_it_was_written(capacity_gib: float | None, tmp_path: Path) -> None:
     path, fit = tmp_path / "memory.json", start(capacity_gib)
-    record = replace(fit, changes=("optimizer a -> b",)).record(start(capacity_gib))
+    record = replace(fit, changes=("optimizer a -> b",)).record(start(capacity_gib), 64)
     record.write(path)
     assert MemoryRecord.read(path, fix="") == record
     assert record.verdict == record.evaluation_verdict == ("unknown" if capacity_gib is None else "does not fit")
     assert record.usable_bytes == (None if capacity_gib is None else capacity_gib * GIB)
-    assert (record.evaluation_bytes, record.changes) == (20 * GIB, ["optimizer a -> b"])
+    assert (record.evaluation_bytes, record.evaluation_batch_size, record.changes) == (
+        20 * GIB,
+        64,
+        ["optimizer a -> b"],
+    )
 
 
 def test_measured_and_predicted_are_of_the_same_phases_and_an_error_is_not_lost_in_rounding() -> None:

@@ -9,7 +9,8 @@ from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import ModelParams
 from stages.planning.disk import disk_use, require_room
-from stages.planning.plan import Plan, resolve_plan
+from stages.planning.plan import Plan
+from stages.planning.resolve import resolve_plan
 from tests import ROOT
 
 PARAMS = load_params(ROOT / "params.yaml")

@@ -19,7 +19,8 @@ from stages.planning.ladder import (
     rung_changes,
     rungs,
 )
-from stages.planning.plan import Plan, resolve_plan
+from stages.planning.plan import Plan
+from stages.planning.resolve import resolve_plan
 from tests import ROOT
 
 PARAMS = load_params(ROOT / "params.yaml")

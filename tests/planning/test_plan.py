@@ -13,7 +13,8 @@ from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params, ValidationParams
 from stages.models.load import load_config
-from stages.planning.plan import Plan, Validation, read_plan, resolve_plan, without_padding
+from stages.planning.plan import Plan, Validation, read_plan
+from stages.planning.resolve import resolve_plan, without_padding
 from tests import ROOT
 
 PARAMS = load_params(ROOT / "params.yaml")

@@ -18,7 +18,7 @@ import pytest
 
 from stages.core.params import load_params
 from stages.launcher.engines import CONTAINER_ENGINES
-from stages.planning.plan import resolve_plan
+from stages.planning.resolve import resolve_plan
 from tests.documents import write_yaml
 from tests.launcher.small_checkout import commit, run, wait_until
 from tests.stage_runs import small_params

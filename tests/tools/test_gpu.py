@@ -19,7 +19,7 @@ from transformers import TrainerControl
 
 from stages.core.errors import UserError
 from stages.memory.calibration import SHIPPED_PATH, Calibration, load_calibration
-from stages.training.resume import seed_everything
+from stages.training.randomness import seed_everything
 from tests import ROOT
 from tools.gpu import __main__ as gpu
 from tools.gpu import bench, measure

@@ -17,9 +17,10 @@ from stages.mixture.trainer import make_trainer
 from stages.models.adapters import apply_recipe, count_trainable
 from stages.models.load import load_config, load_model, whole
 from stages.models.prompts import load_processor
-from stages.planning.plan import Plan, Validation, resolve_plan
+from stages.planning.plan import Plan, Validation
+from stages.planning.resolve import resolve_plan
 from stages.training.batches import ConversationCollator
-from stages.training.resume import seed_everything
+from stages.training.randomness import seed_everything
 from stages.training.trainer import RecipeTrainer
 from tests import ROOT
 

@@ -8,13 +8,12 @@ import math
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,21 +22,19 @@ import torch
 from bitsandbytes.optim import PagedAdamW8bit
 from torch.utils._pytree import tree_leaves
 
-import stages
 from stages.core.errors import UserError
-from stages.core.lineage import Lineage, json_digest
-from stages.core.params.schema import CheckpointParams, DeviceParams, LoraParams, PartsParams
+from stages.core.lineage import json_digest
+from stages.core.params.schema import CheckpointParams, LoraParams, PartsParams
 from stages.core.signals import ENDING, handling
 from stages.evaluation.validation import Validator, choose_samples
 from stages.mixture.build import merge_experts
 from stages.planning.plan import Plan
 from stages.training import checkpoints as on_disk
-from stages.training import resume
 from stages.training.checkpoints import Checkpoints, kept_checkpoints
+from stages.training.randomness import random_state
 from stages.training.records import TrainingRecord, write_curves
 from stages.training.resume import (
     SaveInTime,
-    identity_of,
     load_state,
     save_state,
     train_to_the_end,
@@ -372,7 +369,7 @@ def test_signals_at_once_are_one_request_and_a_later_one_ends_it(
         assert saving.requested_by == number
     assert signal.getsignal(number) == before
     assert capfd.readouterr().err.count(f"{number.name}: stopping after this step") == 1
-    monkeypatch.setattr(resume, "SAME_REQUEST_S", -1.0)
+    monkeypatch.setattr("stages.training.resume.SAME_REQUEST_S", -1.0)
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     with signals_handled():
@@ -452,7 +449,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
         "state": {0: {"step": torch.tensor(3.0), "qmap": table}, 10: {"qmap": table, "empty": torch.empty(0, 4)}},
         "kinds": [torch.tensor([1, 2], dtype=kind) for kind in (torch.uint8, torch.int64, torch.bfloat16, torch.bool)],
         "plain": (1, math.inf, None, {"key": [True, "text"]}),
-        "random": resume.random_state(),
+        "random": random_state(),
     }
     save_state({**state, "bits": bits, "view": table[:10]}, path)
     found = load_state(path)
@@ -489,84 +486,3 @@ def test_moments_of_a_paged_optimizer_stay_in_managed_memory(monkeypatch: pytest
     assert {id(tensor) for tensor in restored} == {id(buffer) for buffer in buffers}
     assert all(torch.equal(one, tensor) for one, tensor in zip(restored, moments, strict=True))
     assert torch.equal(after.state[other]["qmap1"], before.state[weight]["qmap1"])
-
-
-# The identity of a training.
-
-BASE = Lineage(kind="base", name="vlm", digest="ab" * 32)
-
-
-@pytest.fixture
-def data_path(tmp_path: Path) -> Path:
-    path = tmp_path / "train.parquet"
-    path.write_bytes(b"samples")
-    return path
-
-
-def identity(data_path: Path, plan: Plan = LORA, attempt: int = 0, base: Lineage = BASE) -> dict[str, str]:
-    return identity_of(plan, attempt=attempt, base=base, data={"data": data_path})
-
-
-def test_the_identity_has_no_path_and_no_name(data_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = identity(data_path)
-    moved = data_path.rename(tmp_path / "moved.parquet")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/elsewhere")
-    assert identity(moved, replace(LORA, recipe="other")) == before
-
-
-def imported_file(patch: pytest.MonkeyPatch, path: Path) -> None:
-    module = ModuleType("made up")
-    module.__file__ = str(path)
-    patch.setitem(sys.modules, "made up", module)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("plan", {"plan": replace(LORA, seed=43)}),
-        ("plan", {"plan": replace(LORA, schedule=replace(LORA.schedule, weight_decay=0.5))}),
-        ("attempt", {"attempt": 1}),
-        ("base", {"base": replace(BASE, digest="cd" * 32)}),
-        ("data", lambda patch, data_path: data_path.write_bytes(b"Samples")),
-        ("image", lambda patch, _: patch.setenv("BAKEOFF_IMAGE", "sha256:0123")),
-        ("environment", lambda patch, _: patch.setenv("NCCL_ALGO", "Ring")),
-        ("packages", lambda patch, _: patch.setattr(resume, "installed_packages", list)),
-        ("device", lambda patch, _: patch.setattr(torch, "get_num_threads", lambda: 77)),
-        # A file that nothing imports.
-        ("code", lambda patch, _: imported_file(patch, Path(stages.__file__).parent / "memory/calibration.yaml")),
-    ],
-)
-def test_the_identity_names_what_differs(
-    data_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Any
-) -> None:
-    before = identity(data_path)
-    if callable(change):
-        change(monkeypatch, data_path)
-        change = {}
-    after = identity(data_path, **change)
-    assert {fact for fact in before if before[fact] != after[fact]} == {name}
-    assert json_digest(before) != json_digest(after)
-
-
-def test_other_loaded_libraries_of_cuda_are_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    loaded = {torch.backends.cudnn: 92000, torch.cuda.nccl: (2, 29, 7)}
-    for module, version in loaded.items():
-        monkeypatch.setattr(module, "version", lambda version=version: version)
-    device = resume._device(DeviceParams(kind="cuda"))
-    assert device == "1 x cuda: H100, CUDA 13.0, cuDNN 92000, NCCL (2, 29, 7)"
-
-
-def test_only_code_that_runs_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "training").mkdir()
-    for name in ("__init__.py", "training/used.py", "training/unused.py"):
-        (tmp_path / name).write_text("")
-    monkeypatch.setattr(stages, "__file__", str(tmp_path / "__init__.py"))
-    imported_file(monkeypatch, tmp_path / "training/used.py")
-    before = list(resume._imported_code())
-    (tmp_path / "training/unused.py").write_text("pass")
-    assert list(resume._imported_code()) == before
-    (tmp_path / "training/used.py").write_text("pass")
-    assert list(resume._imported_code()) != before

@@ -32,8 +32,9 @@ from stages.models.adapters import trained_tensors
 from stages.models.load import local, process_mesh
 from stages.planning.plan import Plan
 from stages.training.checkpoints import kept_checkpoints
+from stages.training.randomness import seed_everything
 from stages.training.records import LOSS, SCORE
-from stages.training.resume import SaveInTime, load_state, seed_everything, train_to_the_end
+from stages.training.resume import SaveInTime, load_state, train_to_the_end
 from stages.training.trainer import ContractBreach, RecipeTrainer, StartContract, check_gradients
 from tests.memory.real_steps import PROCESSES, sharded, trainer_of
 from tests.memory.small import FULL, GATE, LABELS, R1, plan_of

@@ -32,11 +32,12 @@ from stages.models.adapters import load_trainable, lora_config
 from stages.models.kernels import fused_kernels
 from stages.models.load import load_base, load_config
 from stages.models.prompts import load_processor, samples_for
-from stages.planning.plan import Plan, resolve_plan
+from stages.planning.plan import Plan
+from stages.planning.resolve import resolve_plan
 from stages.training.batches import ConversationCollator
 from stages.training.features import frozen_features
 from stages.training.kernels import prepare_kernels
-from stages.training.resume import seed_everything
+from stages.training.randomness import seed_everything
 
 TURNS = 2
 STEPS = 6

@@ -51,10 +51,11 @@ from stages.models.load import check_device, new_model, resolve_attention
 from stages.planning.cards import card_of
 from stages.planning.ladder import prefill_batch_size
 from stages.planning.memory_use import recognised_out_of_memory
-from stages.planning.plan import Plan, resolve_plan
+from stages.planning.plan import Plan
+from stages.planning.resolve import resolve_plan
 from stages.training.batches import FEATURES, packed
 from stages.training.kernels import compiler_problem, prepare_kernels, refuse_wrong_kernels
-from stages.training.resume import seed_everything
+from stages.training.randomness import seed_everything
 from stages.training.trainer import RecipeTrainer, lasting_tensors
 from tools.gpu.bench import compare_speed
 from tools.gpu.page import AMOUNTS

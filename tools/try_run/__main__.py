@@ -81,7 +81,7 @@ def load_models(params: Params, name: str, *, with_base: bool) -> list[LoadedMod
     return [
         LoadedModel(
             name=f"{model} ({short(lineage.digest)})",
-            answerer=load_answerer(folder, profile, samples, [], answer_format=answer_format, attempt=0)[0],
+            answerer=load_answerer(folder, profile, samples, answer_format=answer_format, batch_size=1)[0],
         )
         for model, (folder, lineage) in folders.items()
     ]
