@@ -197,7 +197,7 @@ def _metadata(publication: Publication) -> ModelCardData:
     for each in publication.ingredients:
         hub[each.kind] += [each.repository] if each.repository else []
     data, tag = publication.evaluated_on, pipeline_tag(publication.config)
-    figures = [(metric, publication.contender.figure(metric.key)) for metric in report.metrics]
+    figures = [(metric, publication.contender.metric(metric.key)) for metric in report.metrics]
     assert run.plan is not None
     # A single dataset of the hub has its place there, all others the name here.
     known = data[0] if len(data) == 1 and data[0].repository else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isclose
 from pathlib import Path
 from types import ModuleType
 
@@ -38,7 +39,7 @@ class Metric:
     meaning: str
     """A few words for the reader of the page."""
     optional: bool = False
-    """Whether some of the models have no such figure, or UNAVAILABLE in its place."""
+    """Whether some of the models have no such metric, or UNAVAILABLE in its place."""
     higher_is_better: bool = True
     evidence: tuple[str, ...] = ()
     """Per-sample columns from which `statistic` computes it, for an interval of its own; empty if it has none."""
@@ -109,7 +110,7 @@ class Contender:
     scores: Mapping[str, Score | None] = field(default_factory=dict)
     """Score by metric key, for metrics with evidence; None if no sample counts for the metric."""
     primary: str
-    """Key of the metric by which it is ranked."""
+    """Key of the metric that ranks it."""
     left_out: str = ""
     """The reason why it is not compared; empty if it is."""
 
@@ -121,23 +122,23 @@ class Contender:
     @property
     def answers(self) -> str | None:
         """The file of answers that it is, for one without a model."""
-        found = self.run.metrics.get("answers") if self.run else None
-        return str(found) if found else None
+        path = self.run.metrics.get("answers") if self.run else None
+        return str(path) if path else None
 
     @property
     def score(self) -> Score:
         """Its score by the primary metric."""
-        found = self.scores[self.primary]
-        assert found is not None, self.name
-        return found
+        primary = self.scores[self.primary]
+        assert primary is not None, self.name
+        return primary
 
-    def figure(self, key: str) -> float | str | None:
-        """A figure of metrics.json, averaged over the trainings; UNAVAILABLE if only some of them have it."""
-        found = [run.metrics.get(key) for run in self.runs]
-        numbers = [value for value in found if isinstance(value, int | float)]
-        if len(found) > 1 and len(numbers) == len(found):
+    def metric(self, key: str) -> float | str | None:
+        """A metric of metrics.json, averaged over the trainings; UNAVAILABLE if only some of them have it."""
+        values = [run.metrics.get(key) for run in self.runs]
+        numbers = [value for value in values if isinstance(value, int | float)]
+        if len(values) > 1 and len(numbers) == len(values):
             return sum(numbers) / len(numbers)
-        return found[0] if len(set(found)) == 1 else UNAVAILABLE if found else None
+        return values[0] if len(set(values)) == 1 else UNAVAILABLE if values else None
 
     @property
     def stage(self) -> str:
@@ -186,6 +187,8 @@ class Comparison:
     report: TaskReport
     contenders: tuple[Contender, ...]
     best: Contender
+    leaders: tuple[str, ...]
+    """The best, and those that tie with it."""
     headline: str
     conclusive: bool
     """Whether the evidence singles out the best."""
@@ -234,6 +237,7 @@ def compare(report: TaskReport, contenders: Sequence[Contender], *, matters: flo
         raise UserError(f"nothing can be compared: {'; '.join(each.left_out for each in contenders)}")
     sign = 1 if report.primary.higher_is_better else -1
     best, *rivals = sorted(compared, key=lambda contender: sign * contender.score.mean, reverse=True)
+    leaders = tuple(each.name for each in compared if isclose(each.score.mean, best.score.mean, rel_tol=1e-9))
     by_name = {contender.name: contender for contender in contenders}
     insights = [_insight(report, question, by_name, matters) for question in _questions(report, by_name)]
     of_best = [_insight(report, Question(_BEST, best.name, rival.name), by_name, None) for rival in rivals]
@@ -247,7 +251,8 @@ def compare(report: TaskReport, contenders: Sequence[Contender], *, matters: flo
         report=report,
         contenders=tuple(contenders),
         best=best,
-        headline=_headline(report, best, over_rival, contenders, over_seeds=over_seeds),
+        leaders=leaders,
+        headline=_headline(report, best, leaders, over_rival, contenders, over_seeds=over_seeds),
         conclusive=over_rival is not None and _is_shown(over_rival),
         insights=tuple(corrected[: len(insights)]),
         over_seeds=over_seeds,
@@ -281,14 +286,14 @@ def read_contenders(params: Params, report: TaskReport, data_dirs: Sequence[Path
         name: list(filter(None, (read_task_run(params, report, name, data_dir) for data_dir in data_dirs)))
         for name in names
     }
-    evaluated = [run for found in runs.values() for run in found]
+    evaluated = [run for of_name in runs.values() for run in of_name]
     if not evaluated:
         raise UserError(f"no model of task {task} has been evaluated; run: dvc repro compare@{task}")
     refuse_different_samples(evaluated)
     if others := [run for run in evaluated if run.plan and run.plan.profile != params.profile]:
-        found = ", ".join(f"{run.name} ({run.plan.profile})" for run in others if run.plan)
+        named = ", ".join(f"{run.name} ({run.plan.profile})" for run in others if run.plan)
         raise UserError(
-            f"params.yaml sets profile {params.profile}, but these were trained under another: {found}; "
+            f"params.yaml sets profile {params.profile}, but these were trained under another: {named}; "
             f"train them again with: dvc repro {' '.join(run.stage for run in others)}"
         )
     continued_by = {name: recipe_of(recipe.base) for name, recipe in params.recipes.items()}
@@ -364,14 +369,14 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
 
     If each was trained once, the sentence is about their models, and has the corrected p-value.
     """
-    found, sure = difference.interval, ""
+    interval, sure = difference.interval, ""
     amount = f"{difference.mean:+.3f}"
     if difference.of_recipes:
         amount += f", {difference.relative:+.0%}" if difference.relative is not None else ""
-        amount += f", likely between {found.low:+.3f} and {found.high:+.3f}" if found else ""
+        amount += f", likely between {interval.low:+.3f} and {interval.high:+.3f}" if interval else ""
     else:
         ours, theirs, sure = f"the model of {ours}", f"that of {theirs}", f", p {p_words(difference.adjusted_p)}"
-        amount += interval_words(found, sign="+")
+        amount += interval_words(interval, sign="+")
     match difference.verdict:
         case "too few samples":
             return f"{_too_few(difference.samples)} {ours} from {theirs} ({amount})"
@@ -404,7 +409,7 @@ def _baseline_of(params: Params, recipe_name: str) -> str:
 
 
 def _refuse_incomplete(report: TaskReport, run: Run) -> None:
-    """Raise UserError if there are no samples, or if a figure of metrics.json is missing or not that of the
+    """Raise UserError if there are no samples, or if a metric of metrics.json is missing or not that of the
     predictions."""
     fix = rebuild(run.stage)
     if not run.samples:
@@ -465,18 +470,18 @@ def _insight(
     unanswered = "; ".join(filter(None, dict.fromkeys([ours.left_out, theirs.left_out])))
     if not unanswered and ours.scores[metric.key] is None:
         unanswered = f"no sample is about {metric.heading}"
-    found = None
+    answer = None
     if not unanswered:
         together = [each for each in by_name.values() if not each.left_out and each.scores[metric.key] is not None]
         names = [each.name for each in together]
-        found = difference(
+        answer = difference(
             [np.stack([evidence_of(metric, run) for run in each.runs]) for each in together],
             (names.index(ours.name), names.index(theirs.name)),
             statistic=metric.statistic,
             higher_is_better=metric.higher_is_better,
             matters=matters if metric is report.primary else None,
         )
-    return Insight(question.topic, ours.name, theirs.name, metric, found, unanswered)
+    return Insight(question.topic, ours.name, theirs.name, metric, answer, unanswered)
 
 
 def _corrected(insights: Sequence[Insight], *, over_seeds: bool) -> list[Insight]:
@@ -485,8 +490,8 @@ def _corrected(insights: Sequence[Insight], *, over_seeds: bool) -> list[Insight
     # Equal by one metric is not equal by another, and which two the last question is about is not known before.
     subjects = [_BEST if each.topic == _BEST else each.metric.key for each in answered]
     pairs = [((subject, each.ours), (subject, each.theirs)) for subject, each in zip(subjects, answered, strict=True)]
-    found = as_family([each.difference for each in answered if each.difference], pairs if over_seeds else None)
-    corrected = iter(found)
+    differences = [each.difference for each in answered if each.difference]
+    corrected = iter(as_family(differences, pairs if over_seeds else None))
     return [replace(each, difference=next(corrected)) if each.difference else each for each in insights]
 
 
@@ -497,6 +502,7 @@ def _is_shown(insight: Insight) -> bool:
 def _headline(
     report: TaskReport,
     best: Contender,
+    leaders: Sequence[str],
     over_rival: Insight | None,
     contenders: Sequence[Contender],
     *,
@@ -505,11 +511,11 @@ def _headline(
     """over_rival: the best against the rival with the least evidence; None without any rival."""
     assert best.run is not None
     samples = len(best.run.samples)
-    found = f"{report.primary_words} {best.score.mean:.3f}{interval_words(best.score.interval)}"
+    score = f"{report.primary_words} {best.score.mean:.3f}{interval_words(best.score.interval)}"
     model, other = (best.name, "") if over_seeds else (f"the model of {best.name}", "that of ")
     left_out = [contender for contender in contenders if contender.left_out]
     if over_rival is None:
-        words = f"{best.name} is the only model evaluated: {found}"
+        words = f"{best.name} is the only model evaluated: {score}"
         if too_few(samples):
             words += f", but {_too_few(samples)} it from any other"
     elif _is_shown(over_rival):
@@ -517,11 +523,14 @@ def _headline(
         others = f"{other}{over_rival.theirs}" if alone else "every other" if other else "every other model"
         limits = (" that was trained under several seeds" if over_seeds else " that was run") if left_out else ""
         limits = f", the only other{limits}" if alone and limits else limits
-        words = f"{model} is best: {found}, better than {others}{limits}"
+        words = f"{model} is best: {score}, better than {others}{limits}"
     else:
-        words = f"{model} scores {report.extreme}, {found}, but "
+        words = f"{model} scores {report.extreme}, {score}, but "
         assert over_rival.difference is not None
-        if over_rival.difference.verdict == "too few samples":
+        if len(leaders) > 1:
+            them = f"{', '.join(leaders[:-1])} and {leaders[-1]}"
+            words = f"{them if over_seeds else f'the models of {them}'} tie for the {report.extreme} {score}"
+        elif over_rival.difference.verdict == "too few samples":
             words += _too_few(over_rival.difference.samples)
         else:
             words += (

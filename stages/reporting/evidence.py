@@ -18,8 +18,8 @@ between samples of a ratio of sums, such as a corpus F1, is that of its jackknif
 29, 1958).
 
 **The spread between seeds**: three trainings say little about it, and four recipes of three say more. From
-`FEWEST_TO_SHARE` trainings of each on, the recipes of a report share what they know (`shared`). Below that nothing is
-shared: two trainings that failed alike look steady.
+`FEWEST_TO_SHARE` trainings of each on, the recipes of a report pool it (`pool_variances`). Below that
+nothing is pooled: two trainings that failed alike look steady.
 
 **A family**: all questions of a report. Models: Holm's method (Scand. J. Stat. 6, 1979). Recipes: closed testing
 (Marcus, Peritz, Gabriel, Biometrika 63, 1976), which knows which differences can be absent together (Shaffer, JASA 81,
@@ -53,11 +53,11 @@ POWER = 0.8
 MAX_SEEDS = 100
 """The largest number of trainings that is proposed."""
 FEWEST_TO_SHARE = 3
-"""Trainings of each recipe from which on they share what they know of the spread between seeds."""
+"""Trainings of each recipe from which on their spread between seeds is pooled."""
 EXPONENT = 3
-"""Exponent by which a recipe loses the others' degrees of freedom as it spreads more. Chosen by simulation: with 2, as
-in Satterthwaite's formula, a report finds less than it could; with 4, a report of six recipes, one of which spreads
-four times as much as the others, claims something false in over 5.5 % of cases."""
+"""Exponent in `pool_variances`: how fast a recipe loses the others' degrees of freedom as it spreads more. Chosen by
+simulation: with 2, as in Satterthwaite's formula, a report finds less than it could; with 4, a report of six recipes,
+one of which spreads four times as much as the others, claims something false in over 5.5 % of cases."""
 SHARE_OF_DIFFERENCES = 0.95
 """Part of the error that better and worse have where as good as is claimed too."""
 MAX_SETS = 5000
@@ -163,7 +163,7 @@ class Evidence:
         def of_both(values: Floats) -> list[Floats]:
             return [np.take_along_axis(values, each, -1) for each in both]
 
-        variance, freedom = shared(self.variances, self.counts)
+        variance, freedom = pool_variances(self.variances, self.counts)
         samples = self.by_sample.shape[-1]
         one, other = (np.take_along_axis(self.by_sample, each[..., None], -2) for each in both)
         spread = Spread(
@@ -204,28 +204,33 @@ def _summary(trained: Floats, statistic: Statistic) -> tuple[Floats, Floats, Flo
     return scores.mean(axis=-1), variance, np.full(variance.shape, float(count)), by_sample, rest
 
 
-def shared(variances: Floats, counts: Floats) -> tuple[Floats, Floats]:
-    """(variance of one training's score, degrees of freedom) of each recipe as they count, (..., recipes).
+def pool_variances(variances: Floats, counts: Floats) -> tuple[Floats, Floats]:
+    """(v, f): the variance of one training's score, and its degrees of freedom, of each recipe, (..., recipes).
 
-    The mean of the pooled variance, with the others' degrees of freedom as its weight, and the recipe's own; or its own
-    where that is larger, as one that truly spreads more would be called steady. So sharing adds degrees of freedom and
-    never takes spread away. A recipe trained once has no variance, and no part.
+    variances: s_i^2 of recipe i over its trainings. counts: its trainings. With d_i = trainings - 1 and D their sum:
+
+        m_i = ((D - d_i) p + d_i s_i^2) / D     p the pooled variance of all recipes
+        v_i = max(s_i^2, m_i)
+        f_i = D                                                      where s_i^2 <= m_i
+            = 1 / ((1 - b)^EXPONENT / D + b^EXPONENT / d_i)          else: b = 1 - o_i^2 / s_i^2, the part of its
+                                                                     variance beyond o_i^2, the pooled one of the others
+
+    So pooling adds degrees of freedom and never takes spread away: for what a recipe's variance has beyond the others',
+    only its own trainings count (Satterthwaite's formula, with EXPONENT in place of 2). Nothing is pooled if a recipe
+    has fewer than FEWEST_TO_SHARE trainings. A recipe trained once has no variance, v = 0 and f = inf, and no part.
     """
     trained = counts > 1
-    freedom = np.where(trained, counts - 1, 1.0)
-    few = np.where(trained, counts, np.inf).min(axis=-1, keepdims=True) < FEWEST_TO_SHARE
-    total = np.where(trained, freedom, 0).sum(axis=-1, keepdims=True)
-    others = np.where(few, 0, np.maximum(total - freedom, 0))
-    squares = np.where(trained, freedom * variances, 0).sum(axis=-1, keepdims=True)
-    moderated = (others * squares / np.maximum(total, 1) + freedom * variances) / (others + freedom)
-    # Only its own trainings vouch for what its variance has beyond the others' (Satterthwaite's formula, with EXPONENT
-    # in place of 2).
-    of_others = (squares - freedom * variances) / np.maximum(others, 1)
-    larger = (others > 0) & (variances > moderated)
-    beyond = np.where(larger, 1 - of_others / np.where(variances > 0, variances, 1), 0)
-    together = others + freedom
-    together = np.minimum(together, 1 / ((1 - beyond) ** EXPONENT / together + beyond**EXPONENT / freedom))
-    return np.where(trained, np.maximum(variances, moderated), 0.0), np.where(trained, together, np.inf)
+    own = np.where(trained, counts - 1, 1.0)
+    pooling = trained & (np.where(trained, counts, np.inf).min(axis=-1, keepdims=True) >= FEWEST_TO_SHARE)
+    total = np.where(pooling, own, 0).sum(axis=-1, keepdims=True)
+    squares = np.where(pooling, own * variances, 0).sum(axis=-1, keepdims=True)
+    degrees = np.where(pooling, total, own)
+    moderated = ((degrees - own) * squares / np.maximum(total, 1) + own * variances) / degrees
+    larger = (degrees > own) & (variances > moderated)
+    of_others = (squares - own * variances) / np.maximum(degrees - own, 1)
+    beyond = 1 - np.divide(of_others, variances, out=np.ones_like(moderated), where=larger)
+    freedom = np.minimum(degrees, 1 / ((1 - beyond) ** EXPONENT / degrees + beyond**EXPONENT / own))
+    return np.where(trained, np.maximum(variances, moderated), 0.0), np.where(trained, freedom, np.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,20 +408,20 @@ def as_family(differences: Sequence[Difference], pairs: Sequence[Pair] | None = 
     pairs: the two that each is about, hashable; two questions of one pair, or three of three pairs, hang together. None
         corrects by Holm's method, for all that is known together.
     """
-    p_values = np.array([found.p_value for found in differences])
-    asked = [found.p_as_good for found in differences if found.matters is not None]
+    p_values = np.array([each.p_value for each in differences])
+    asked = [each.p_as_good for each in differences if each.matters is not None]
     share = SHARE_OF_DIFFERENCES if asked else 1.0
-    sets = possible_sets(tuple(pairs)) if pairs is not None else None
-    adjusted = np.minimum(holm(p_values) / share, 1) if sets is None else closed(sets, p_values, share)
+    sets = equality_sets(tuple(pairs)) if pairs is not None else None
+    adjusted = np.minimum(holm(p_values) / share, 1) if sets is None else closed_testing(sets, p_values, share)
     as_good = iter(np.minimum(holm(asked) / (1 - share), 1).tolist() if asked else ())
     return [
         replace(
-            found,
+            each,
             adjusted_p=float(p),
-            adjusted_as_good=next(as_good) if found.matters is not None else 1.0,
+            adjusted_as_good=next(as_good) if each.matters is not None else 1.0,
             family=len(differences),
         )
-        for found, p in zip(differences, adjusted, strict=True)
+        for each, p in zip(differences, adjusted, strict=True)
     ]
 
 
@@ -431,7 +436,7 @@ def holm(p_values: ArrayLike) -> Floats:
     return adjusted
 
 
-def closed(sets: Sequence[tuple[int, ...]], p_values: Floats, share: float = 1.0) -> Floats:
+def closed_testing(sets: Sequence[tuple[int, ...]], p_values: Floats, share: float = 1.0) -> Floats:
     """The p-values (..., questions), corrected by closed testing.
 
     share: part of the error that a set has which leaves questions out, as these may differ by what matters.
@@ -447,29 +452,29 @@ def closed(sets: Sequence[tuple[int, ...]], p_values: Floats, share: float = 1.0
 
 
 @cache
-def possible_sets(pairs: tuple[Pair, ...]) -> tuple[tuple[int, ...], ...] | None:
+def equality_sets(pairs: tuple[Pair, ...]) -> tuple[tuple[int, ...], ...] | None:
     """The sets of questions, by index, that can all be about equals: with "a = b" and "b = c" goes "a = c".
 
     None if there are more than `MAX_SETS`.
     """
 
-    def completed(chosen: frozenset[int]) -> frozenset[int]:
-        block = {each: each for pair in pairs for each in pair}
+    def closure(chosen: frozenset[int]) -> frozenset[int]:
+        group = {each: each for pair in pairs for each in pair}
         for index in chosen:
-            one, other = (block[each] for each in pairs[index])
-            block = {each: one if found == other else found for each, found in block.items()}
-        return frozenset(index for index, (one, other) in enumerate(pairs) if block[one] == block[other])
+            kept, joined = (group[each] for each in pairs[index])
+            group = {each: kept if its == joined else its for each, its in group.items()}
+        return frozenset(index for index, (one, other) in enumerate(pairs) if group[one] == group[other])
 
-    found: set[frozenset[int]] = set()
+    sets: set[frozenset[int]] = set()
     waiting = [frozenset[int]()]
     while waiting:
         last = waiting.pop()
-        for larger in {completed(last | {index}) for index in range(len(pairs)) if index not in last} - found:
-            found.add(larger)
-            waiting.append(larger)
-        if len(found) > MAX_SETS:
+        larger = {closure(last | {index}) for index in range(len(pairs)) if index not in last} - sets
+        sets |= larger
+        waiting += larger
+        if len(sets) > MAX_SETS:
             return None
-    return tuple(sorted(map(tuple, map(sorted, found))))
+    return tuple(sorted(map(tuple, map(sorted, sets))))
 
 
 def least_p(num_samples: int) -> float:
@@ -529,8 +534,9 @@ def _swap_test(ours: Floats, theirs: Floats, statistic: Statistic, swaps: int) -
         swapped = np.random.default_rng(0).integers(0, 2, (swaps, num_samples), dtype=np.int8)
     change = np.concatenate([part @ (theirs - ours) for part in np.array_split(swapped, 10)]) / num_samples
     after = statistic(ours.mean(axis=0) + change) - statistic(theirs.mean(axis=0) - change)
-    found = abs(statistic(ours.mean(axis=0)) - statistic(theirs.mean(axis=0)))
-    at_least = int((np.abs(after) >= found - 1e-12 * max(1.0, float(found))).sum())  # rounding must not break a tie
+    observed = abs(statistic(ours.mean(axis=0)) - statistic(theirs.mean(axis=0)))
+    tie = observed - 1e-12 * max(1.0, float(observed))  # rounding must not break one
+    at_least = int((np.abs(after) >= tie).sum())
     return at_least / len(after) if exact else (at_least + 1) / (len(after) + 1)
 
 

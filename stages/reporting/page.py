@@ -1,7 +1,7 @@
 """The comparison as one HTML file that needs nothing else: no network, no script, no other file.
 
-Figures are drawn by matplotlib without pyplot and its global state, in the colours of a light page. `svg` replaces each
-colour by a CSS variable with the colour as its fallback, so that the page can redefine it for a dark display.
+Plots are drawn by matplotlib without pyplot and its global state, once in the colours of a light page and once in those
+of a dark one; the page shows the one that fits the reader's display.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ import base64
 import io
 import itertools
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import matplotlib as mpl
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -35,19 +33,13 @@ from stages.reporting.sections import (
     comparison_markdown,
     comparison_table,
     comparison_text,
-    cost_table,
     design_words,
-    evidence_table,
+    fairness,
     flat_costs,
     flat_metrics,
-    memory_table,
     origin_warnings,
-    origins_table,
-    plan_settings,
     print_comparison,
-    quantization_table,
-    split_settings,
-    trainable_table,
+    report_tables,
 )
 from stages.reporting.tables import cell_text, csv_text
 
@@ -56,45 +48,17 @@ MAX_IMAGE_WIDTH = 512
 """Pixels; wider images are scaled down, since a page has dozens."""
 MAX_PNG_BYTES = 60_000
 """Larger images are stored as JPEG, which shrinks photographs tenfold."""
-PALETTE = {
-    "card": "#ffffff",
-    "ink": "#1d2129",
-    "muted": "#5f6777",
-    "grid": "#dfe3ea",
-    "better": "#15803d",
-    "worse": "#c02626",
-    "series-0": "#737b8c",  # grey: the baseline
-    "series-1": "#2f6bd8",
-    "series-2": "#c2530a",
-    "series-3": "#0b8467",
-    "series-4": "#8b3fc0",
-    "series-5": "#9a7400",
-    "series-6": "#c22f6b",
-    "series-7": "#3d7890",
-}
+Theme: TypeAlias = Mapping[str, str]
+"""Colours by name, of the page and of its plots; series-0, grey, is that of baselines."""
+_COLOURS = ("card", "ink", "muted", "grid", "better", "worse", *(f"series-{number}" for number in range(8)))
+_LIGHT = "ffffff 1d2129 5f6777 dfe3ea 15803d c02626 737b8c 2f6bd8 c2530a 0b8467 8b3fc0 9a7400 c22f6b 3d7890"
+_DARK = "181c24 e8ebf1 a2abbb 2f3644 5fd38a ff8b87 98a1b3 7fabff ff9f5f 46d0aa cf98f5 e2bf45 ff8ab3 86c5df"
+LIGHT, DARK = (
+    {name: f"#{colour}" for name, colour in zip(_COLOURS, colours.split(), strict=True)} for colours in (_LIGHT, _DARK)
+)
 _DASHES: Any = ("solid", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # names are not formulas
-    "font.family": ["sans-serif"],
-    "font.size": 10,
-    "axes.edgecolor": PALETTE["grid"],
-    "axes.labelcolor": PALETTE["muted"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": PALETTE["grid"],
-    "grid.linewidth": 0.7,
-    "legend.frameon": False,
-    "legend.labelcolor": PALETTE["ink"],
-    "text.color": PALETTE["ink"],
-    "xtick.color": PALETTE["muted"],
-    "ytick.color": PALETTE["muted"],
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-}
-WIDTH = 5.6  # inches; a page scales it
+WIDTH = 5.6
+"""Inches of a plot; a page scales it."""
 _CURVE_CAPTIONS = {
     "training loss": "Training loss as logged (faint) and smoothed. Losses of different masking do not compare.",
     "validation loss": "Loss while training, of samples that the model is not trained on.",
@@ -103,10 +67,44 @@ _CURVE_CAPTIONS = {
 """Captions, by the names of runs.CURVES."""
 
 
+def style(theme: Theme) -> dict[Any, Any]:
+    """Matplotlib's settings for plots of a theme."""
+    return {
+        "svg.hashsalt": "bakeoff",  # the same plot has the same bytes
+        "svg.fonttype": "none",  # text, in a font of the reader's: a third of the size
+        "text.parse_math": False,  # names are not formulas
+        "font.size": 10,
+        "axes.edgecolor": theme["grid"],
+        "axes.labelcolor": theme["muted"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.grid": True,
+        "grid.color": theme["grid"],
+        "grid.linewidth": 0.7,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+        "legend.labelcolor": theme["ink"],
+        "text.color": theme["ink"],
+        "xtick.color": theme["muted"],
+        "ytick.color": theme["muted"],
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+    }
+
+
+Plot: TypeAlias = Callable[[Axes, Theme], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    svg: Markup
+    """A plot as two data: URIs."""
+
+    light: str
+    dark: str
     caption: str
+    description: str
+    """Its text for screen readers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +124,7 @@ class IntervalRow:
     text: str
     """The figures, at the end of the row."""
     colour: str
-    """A name of PALETTE."""
+    """Its name in a theme."""
     dots: tuple[float, ...] = ()
     """Values that `value` is the mean of, drawn below it."""
 
@@ -158,38 +156,32 @@ def render_page(comparison: Comparison, *, profile: str) -> str:
     )
     environment.globals["cell_text"] = cell_text
     report, runs = comparison.report, comparison.runs
-    trained = [run for run in runs if run.plan]
     colours = contender_colours(comparison.contenders)
-    differing, outstanding, shared = split_settings({run.name: plan_settings(run.plan) for run in trained if run.plan})
     return environment.get_template(TEMPLATE).render(
         comparison=comparison,
         report=report,
         profile=profile,
-        table=comparison_table(comparison),
-        palette=PALETTE,
+        tables=report_tables(comparison),
+        themes={"light": LIGHT, "dark": DARK},
         colours=colours,
         scores=_score_drawing(comparison, colours),
-        differences=[drawing for metric in report.measured if (drawing := _difference_drawing(metric, comparison))],
+        differences=[plot for metric in report.measured if (plot := _difference_drawing(metric, comparison))],
         curves=_curve_drawings(runs, colours),
         galleries={run.name: _gallery(run) for run in runs if any(run.examples.values())},
-        differing=differing,
-        outstanding=outstanding,
-        shared=shared,
-        trainable=trainable_table(trained),
-        costs=cost_table(runs),
-        quantization=quantization_table(runs, report.primary),
-        memory=memory_table(runs),
-        origins=origins_table(runs),
+        fairness=fairness(comparison),
         origin_warnings=origin_warnings(comparison.all_runs),
-        evidence=evidence_table(comparison),
         design=design_words(comparison),
     )
 
 
 def contender_colours(contenders: Sequence[Contender]) -> dict[str, str]:
-    """Palette names: grey for baselines, and for each recipe its own, whether or not others were run."""
+    """Names of colours: grey for baselines, and for each recipe its own, whether or not others were run."""
     recipes = itertools.cycle(range(1, 8))
     return {each.name: "series-0" if each.baseline is None else f"series-{next(recipes)}" for each in contenders}
+
+
+def data_uri(media_type: str, content: bytes) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(content).decode('ascii')}"
 
 
 def inline_image(path: Path, description: str) -> InlineImage:
@@ -203,7 +195,7 @@ def inline_image(path: Path, description: str) -> InlineImage:
             # Without chroma subsampling: it would smear the thin red and green outlines.
             image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(stored, "JPEG", quality=85, subsampling=0)
             media_type, content = "image/jpeg", stored.getvalue()
-    source = f"data:{media_type};base64,{base64.b64encode(content).decode('ascii')}"
+    source = data_uri(media_type, content)
     return InlineImage(source=source, width=size[0], height=size[1], description=description)
 
 
@@ -221,8 +213,26 @@ def _gallery(run: Run) -> dict[str, list[InlineImage]]:
     }
 
 
-def _drawing(figure: Figure, name: str, caption: str, description: str) -> Drawing:
-    return Drawing(svg=Markup(svg(figure, name=name, title=description)), caption=caption)
+def drawing(plot: Plot, *, height: float, caption: str, description: str) -> Drawing:
+    """A plot in both themes. height: in inches."""
+    sources = []
+    for theme in (LIGHT, DARK):
+        stored = io.BytesIO()
+        with mpl.rc_context(style(theme)):
+            figure = Figure(figsize=(WIDTH, height), layout="constrained")
+            plot(figure.add_subplot(), theme)
+            figure.savefig(stored, format="svg", transparent=True, metadata={"Date": None})
+        sources.append(data_uri("image/svg+xml", stored.getvalue()))
+    return Drawing(light=sources[0], dark=sources[1], caption=caption, description=description)
+
+
+def _interval_drawing(
+    rows: Sequence[IntervalRow], xlabel: str, *, reference: float | None = None, caption: str, description: str
+) -> Drawing:
+    plot = partial(plot_intervals, rows=rows, xlabel=xlabel, reference=reference)
+    values = "; ".join(f"{row.label} {row.text}" for row in rows)
+    height = 0.75 + 0.45 * len(rows)
+    return drawing(plot, height=height, caption=caption, description=f"{description}: {values}")
 
 
 def _score_drawing(comparison: Comparison, colours: Mapping[str, str]) -> Drawing:
@@ -239,11 +249,11 @@ def _score_drawing(comparison: Comparison, colours: Mapping[str, str]) -> Drawin
         for contender in comparison.evaluated
     ]
     over_seeds = "each recipe, the mean over its seeds, with its 95% interval; a dot is one training."
-    return _drawing(
-        plot_intervals(rows, primary.heading),
-        "scores",
-        f"{primary.heading} of {over_seeds if comparison.over_seeds else 'each model with its 95% interval.'}",
-        f"{primary.heading} and 95% interval: " + "; ".join(f"{row.label} {row.text}" for row in rows),
+    return _interval_drawing(
+        rows,
+        primary.heading,
+        caption=f"{primary.heading} of {over_seeds if comparison.over_seeds else 'each model with its 95% interval.'}",
+        description=f"{primary.heading} and 95% interval",
     )
 
 
@@ -265,12 +275,14 @@ def _difference_drawing(metric: Metric, comparison: Comparison) -> Drawing | Non
         return None
     words = comparison.report.primary_words if primary else metric.heading
     ahead = "Right" if metric.higher_is_better else "Left"
-    return _drawing(
-        plot_intervals(rows, f"difference in {words}, paired by sample", reference=0.0),
-        "differences" if primary else f"differences-{metric.key}",
-        f"Each difference with its own 95% interval. {ahead} of the dashed line the first of the pair is ahead. "
+    return _interval_drawing(
+        rows,
+        f"difference in {words}, paired by sample",
+        reference=0.0,
+        caption="Each difference with its own 95% interval. "
+        f"{ahead} of the dashed line the first of the pair is ahead. "
         "Coloured differences are significant after correcting for the number of questions.",
-        "Paired differences: " + "; ".join(f"{row.label} {row.text}" for row in rows),
+        description="Paired differences",
     )
 
 
@@ -280,64 +292,58 @@ def _curve_drawings(runs: Sequence[Run], colours: Mapping[str, str]) -> list[Dra
     for figure, caption in _CURVE_CAPTIONS.items():
         curves = {run.name: run.curves[figure] for run in runs if figure in run.curves}
         if curves:
+            smoothed = figure == "training loss"
+            plot = partial(plot_curves, curves=curves, colours=colours, ylabel=figure, smoothed=smoothed)
             title = f"{figure.capitalize()} by optimizer step, one curve for each of {', '.join(curves)}"
-            plot = plot_curves(curves, colours, figure, smoothed=figure == "training loss")
-            drawings.append(_drawing(plot, figure.replace(" ", "-"), caption, title))
+            drawings.append(drawing(plot, height=3.5, caption=caption, description=title))
     return drawings
 
 
-def plot_curves(curves: Mapping[str, Curve], colours: Mapping[str, str], figure_name: str, *, smoothed: bool) -> Figure:
-    """A figure by step: the points, or the logged values, faint, and a smoothed curve."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _axes(3.5)
-        for index, (name, curve) in enumerate(curves.items()):
-            colour, dash = PALETTE[colours[name]], _DASHES[index % len(_DASHES)]
-            if smoothed:
-                axes.plot(curve.steps, curve.values, color=colour, linewidth=0.8, alpha=0.3)
-            values, marker = (smooth(curve.values), None) if smoothed else (curve.values, "o")
-            axes.plot(
-                curve.steps,
-                values,
-                color=colour,
-                linewidth=1.9,
-                linestyle=dash,
-                marker=marker,
-                markersize=4,
-                label=name,
-            )
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel(figure_name)
-        figure.legend(loc="outside lower center", ncols=3, fontsize=9, handlelength=2.6, columnspacing=1.4)
-    return figure
+def plot_curves(
+    axes: Axes, theme: Theme, *, curves: Mapping[str, Curve], colours: Mapping[str, str], ylabel: str, smoothed: bool
+) -> None:
+    """Curves by step: the points, or the logged values, faint, and a smoothed curve."""
+    for (name, curve), dash in zip(curves.items(), itertools.cycle(_DASHES), strict=False):
+        line: dict[str, Any] = {"color": theme[colours[name]], "linewidth": 1.9, "linestyle": dash, "label": name}
+        if smoothed:
+            axes.plot(curve.steps, curve.values, color=line["color"], linewidth=0.8, alpha=0.3)
+            axes.plot(curve.steps, smooth(curve.values), **line)
+        else:
+            axes.plot(curve.steps, curve.values, marker="o", markersize=4, **line)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(ylabel)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.legend(loc="outside lower center", ncols=3, handlelength=2.6, columnspacing=1.4)
 
 
-def plot_intervals(rows: Sequence[IntervalRow], xlabel: str, *, reference: float | None = None) -> Figure:
+def plot_intervals(
+    axes: Axes, theme: Theme, *, rows: Sequence[IntervalRow], xlabel: str, reference: float | None
+) -> None:
     """A forest plot: per row a point and its interval, the label above.
 
-    reference: position of a dashed line for no difference.
+    reference: position of a dashed line for no difference; None for no line.
     """
-    with mpl.rc_context(_STYLE):
-        figure, axes = _axes(0.75 + 0.45 * len(rows))
-        axes.grid(visible=False, axis="y")
-        if reference is not None:
-            axes.axvline(reference, color=PALETTE["muted"], linewidth=1.1, linestyle=(0, (4, 3)))
-        for index, row in enumerate(rows):
-            colour = PALETTE[row.colour]
-            if row.interval is not None:
-                axes.plot(
-                    [row.interval.low, row.interval.high], [index, index], color=colour, linewidth=2.4,
-                    solid_capstyle="butt", marker="|", markersize=8, markeredgewidth=1.6,
-                )  # fmt: skip
-            axes.plot(row.value, index, "o", color=colour, markersize=6.5)
-            axes.plot(row.dots, [index + 0.17] * len(row.dots), "o", color=colour, markersize=3.5, alpha=0.6)
-            _write(axes, row.label, index, at="left", color=PALETTE["ink"])
-            _write(axes, row.text, index, at="right", color=PALETTE["muted"], fontsize=9)
-        axes.set_ylim(len(rows) - 0.65, -0.8)
-        axes.set_yticks([])
-        axes.spines["left"].set_visible(False)
-        axes.margins(x=0.04)
-        axes.set_xlabel(xlabel)
-    return figure
+    axes.grid(visible=False, axis="y")
+    if reference is not None:
+        axes.axvline(reference, color=theme["muted"], linewidth=1.1, linestyle=(0, (4, 3)))
+    for index, row in enumerate(rows):
+        colour = theme[row.colour]
+        if row.interval is not None:
+            axes.plot(
+                [row.interval.low, row.interval.high], [index, index], color=colour, linewidth=2.4,
+                solid_capstyle="butt", marker="|", markersize=8, markeredgewidth=1.6,
+            )  # fmt: skip
+        axes.plot(row.value, index, "o", color=colour, markersize=6.5)
+        axes.plot(row.dots, [index + 0.17] * len(row.dots), "o", color=colour, markersize=3.5, alpha=0.6)
+        background = {"facecolor": theme["card"], "edgecolor": "none", "pad": 1.0}
+        _write(axes, row.label, index, at="left", color=theme["ink"], bbox=background)
+        _write(axes, row.text, index, at="right", color=theme["muted"], bbox=background, fontsize=9)
+    axes.set_ylim(len(rows) - 0.65, -0.8)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.margins(x=0.04)
+    axes.set_xlabel(xlabel)
 
 
 def smooth(values: Floats, share: float = 0.15) -> Floats:
@@ -350,37 +356,8 @@ def smooth(values: Floats, share: float = 0.15) -> Floats:
     return np.array([np.nanmean(window) if np.isfinite(window).any() else np.nan for window in windows])
 
 
-def svg(figure: Figure, *, name: str, title: str) -> str:
-    """An `<svg>` element for a page, without references to other files.
-
-    name:  prefix of its ids, so that several drawings fit one page.
-    title: its text for screen readers.
-    The same figure gives the same text, so that a report only changes with its data.
-    """
-    text = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    drawn = text.getvalue()
-    drawn = drawn[drawn.index("<svg") :]
-    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
-    # Inside HTML these namespaces are implied, and the plain href is understood.
-    drawn = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", drawn).replace("xlink:href", "href")
-    drawn = re.sub(r'\bid="', f'id="{name}-', drawn)
-    drawn = re.sub(r'(url\(|href=")#', rf"\1#{name}-", drawn)
-    box = drawn[drawn.index('viewBox="') :].split('"', 2)[1]
-    drawn = f'<svg viewBox="{box}" role="img" aria-label="{escape(title, quote=True)}">' + drawn[drawn.index(">") + 1 :]
-    for variable, colour in PALETTE.items():
-        drawn = drawn.replace(colour, f"var(--{variable}, {colour})")
-    return drawn.strip()
-
-
-def _axes(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.add_subplot()
-
-
 def _write(axes: Axes, text: str, row: int, *, at: Literal["left", "right"], **style: Any) -> None:
-    """Write text above a row, at one end of it, on the page's own background, so that no line runs through it."""
+    """Write text above a row, at one end of it."""
     axes.annotate(
         text,
         (0 if at == "left" else 1, row),
@@ -389,6 +366,5 @@ def _write(axes: Axes, text: str, row: int, *, at: Literal["left", "right"], **s
         textcoords="offset points",
         ha=at,
         va="bottom",
-        bbox={"facecolor": PALETTE["card"], "edgecolor": "none", "pad": 1.0},
         **style,
     )

@@ -237,7 +237,8 @@ def _read_curve(path: Path, fix: str) -> Curve | None:
     if not path.is_file():
         return None
     try:
-        steps, values = np.loadtxt(path, delimiter="\t", skiprows=1, ndmin=2, encoding="utf-8").T
+        lines = path.read_text(encoding="utf-8").splitlines()[1:]
+        steps, values = np.array([line.split("\t") for line in lines], dtype=np.float64).T
     except (OSError, ValueError) as error:
         raise damaged(path, {"the file": " ".join(str(error).split())}, fix=fix) from None
     return Curve(steps=steps, values=values)

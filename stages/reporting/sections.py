@@ -46,6 +46,24 @@ Record: TypeAlias = tuple[str, Provenance]
 """The name of a run, and the record of one of its stages."""
 
 
+def report_tables(comparison: Comparison) -> dict[str, Table]:
+    """The tables of a report that have any rows, by name, in the order of the page."""
+    runs = comparison.runs
+    differing, shared = settings_tables({run.name: plan_settings(run.plan) for run in runs if run.plan})
+    tables = {
+        "models": comparison_table(comparison),
+        "evidence": evidence_table(comparison),
+        "differing": differing,
+        "shared": shared,
+        "trainable": trainable_table([run for run in runs if run.plan]),
+        "costs": cost_table(runs),
+        "quantization": quantization_table(runs, comparison.report.primary),
+        "memory": memory_table(runs),
+        "origins": origins_table(runs),
+    }
+    return {name: table for name, table in tables.items() if table.rows}
+
+
 def comparison_table(comparison: Comparison) -> Table:
     """A row a model; those not run are there too, empty, with the command that runs them.
 
@@ -67,15 +85,15 @@ def comparison_table(comparison: Comparison) -> Table:
         for metric in metrics:
             score = contender.scores.get(metric.key)
             interval = [score.interval if score else None]
-            cells += [contender.figure(metric.key), *(interval if metric.key in with_interval else [])]
-        ranked, best = contender.score if contender.runs else None, contender is comparison.best
+            cells += [contender.metric(metric.key), *(interval if metric.key in with_interval else [])]
+        ranked, best = contender.score if contender.runs else None, contender.name in comparison.leaders
         cells.append(ranked.interval if ranked else None)
         if comparison.over_seeds:
             cells += [len(contender.runs) or None, ranked.between_seeds if ranked else None]
         mark = "best" if comparison.conclusive else comparison.report.extreme
-        cells.append(mark if best else contender.role)
+        cells.append(contender.role if not best else mark if len(comparison.leaders) == 1 else "tie")
         rows.append(Row(cells=tuple(cells), emphasised=best, note=contender.note))
-    return Table(columns=(*columns, Column("role", "")), rows=tuple(rows))
+    return Table(columns=(*columns, Column("role", "")), rows=tuple(rows), title="The models")
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -111,6 +129,7 @@ def comparison_text(comparison: Comparison) -> str:
 
 
 def comparison_markdown(comparison: Comparison) -> str:
+    tables = report_tables(comparison)
     insights = "\n".join(
         f"- {escape_markdown(insight.topic)}: {escape_markdown(insight.words)}" for insight in comparison.insights
     )
@@ -118,26 +137,23 @@ def comparison_markdown(comparison: Comparison) -> str:
     design = escape_markdown(" ".join(design_words(comparison)))
     text = (
         f"# {escape_markdown(comparison.report.title)}\n\n{escape_markdown(comparison.headline)}\n\n"
-        f"{markdown(comparison_table(comparison))}\n{insights}\n\n{fair}\n\n{design}\n"
+        f"{markdown(tables['models'])}\n{insights}\n\n{fair}\n\n{design}\n"
     )
-    for heading, section in (
-        ("Evidence", evidence_table(comparison)),
-        ("Merged out of 4 bits", quantization_table(comparison.runs, comparison.report.primary)),
-        ("Memory by stage", memory_table(comparison.runs)),
-    ):
-        if section.rows:
-            text += f"\n## {heading}\n\n{escape_markdown(section.lead)}\n\n{markdown(section)}"
+    for name, table in tables.items():
+        if name != "models":
+            lead = f"{escape_markdown(table.lead)}\n\n" if table.lead else ""
+            text += f"\n## {escape_markdown(table.title)}\n\n{lead}{markdown(table)}"
     return text
 
 
 def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
-    """Figures for `dvc metrics`: the best model, and of each model the metrics with an interval."""
+    """Values for `dvc metrics`: the best model, and of each model the metrics with an interval."""
     flat: dict[str, float | str] = {"best": comparison.best.name, "evidence_enough": comparison.conclusive}
     for contender in comparison.evaluated:
         for key, score in contender.scores.items():
             if score is None or (score.interval is None and key != contender.primary):
                 continue
-            recorded = contender.figure(key)
+            recorded = contender.metric(key)
             assert recorded is not None, key
             flat[f"{contender.name}.{key}"] = score.mean if key == contender.primary else recorded
             if score.interval:
@@ -150,8 +166,8 @@ def flat_costs(comparison: Comparison) -> dict[str, float | str]:
     flat: dict[str, float | str] = {}
     for run in (contender.runs[0] for contender in comparison.evaluated):
         if run.training:
-            figures = {kind: run.metrics.get(f"memory_{kind}_gib") for kind in ("predicted", "measured")}
-            flat |= {f"{run.name}.{kind}_gib": figure for kind, figure in figures.items() if figure is not None}
+            sizes = {kind: run.metrics.get(f"memory_{kind}_gib") for kind in ("predicted", "measured")}
+            flat |= {f"{run.name}.{kind}_gib": size for kind, size in sizes.items() if size is not None}
             flat[f"{run.name}.train_minutes"] = round(run.training.train_seconds / 60, 2)
     return flat
 
@@ -171,16 +187,16 @@ def evidence_table(comparison: Comparison) -> Table:
     )
     rows: list[list[Cell]] = []
     for insight in comparison.insights:
-        if found := insight.difference:
-            p_values = (p_words(found.p_value), p_words(found.adjusted_p))
-            cells = (found.mean, found.interval, found.relative, *p_values, found.ahead, found.behind)
-            rows.append([insight.topic, *cells, found.detectable])
+        if gap := insight.difference:
+            p_values = (p_words(gap.p_value), p_words(gap.adjusted_p))
+            cells = (gap.mean, gap.interval, gap.relative, *p_values, gap.ahead, gap.behind)
+            rows.append([insight.topic, *cells, gap.detectable])
     lead = (
         "The interval and p belong to a single question; corrected p takes into account that all of them were asked. "
         "Ahead and behind are the samples on which every model of the first beats, or loses to, every model of the "
         "second."
     )
-    return Table.of(columns, rows, lead=lead)
+    return Table.of(columns, rows, title="The evidence in figures", lead=lead)
 
 
 def design_words(comparison: Comparison) -> list[str]:
@@ -208,7 +224,7 @@ def design_words(comparison: Comparison) -> list[str]:
 
 def _power_words(comparison: Comparison) -> Iterator[str]:
     primary = [insight for insight in comparison.insights if insight.metric.key == comparison.report.primary.key]
-    if shown := [found.detectable for insight in primary if (found := insight.difference) and found.detectable]:
+    if shown := [gap.detectable for insight in primary if (gap := insight.difference) and gap.detectable]:
         low, high = f"{min(shown):.3f}", f"{max(shown):.3f}"
         size = low if low == high else f"{low} to {high}, depending on the pair,"
         yield (
@@ -255,7 +271,7 @@ def fairness(comparison: Comparison) -> str:
     recipes = {run.name: plan_settings(run.plan) for run in comparison.runs if run.plan}
     if len(recipes) < 2:
         return "No two recipes have been evaluated."
-    differing, _, shared = split_settings(recipes)
+    differing, shared = settings_tables(recipes)
     names = ", ".join(str(row.cells[0]) for row in differing.rows)
     if not names:
         return "The recipes differ in no setting."
@@ -287,15 +303,9 @@ def _setting_text(value: Any) -> str:
     return ABSENT if value is None or value == {} else str(value)
 
 
-def split_settings(by_run: Mapping[str, Mapping[str, str]]) -> tuple[Table, frozenset[tuple[int, int]], Table]:
-    """(settings that differ between the runs, the cells of it that stand out, settings that all share).
-
-    The first table has a row a setting and a column a run; a cell (row, column) stands out if it is not the most common
-    value of its row. The second has the columns setting and value.
-    """
-    differing: list[Sequence[Cell]] = []
-    shared: list[Sequence[Cell]] = []
-    outstanding: set[tuple[int, int]] = set()
+def settings_tables(by_run: Mapping[str, Mapping[str, str]]) -> tuple[Table, Table]:
+    """(settings that differ between the runs, a row a setting and a column a run; settings that all share)."""
+    differing, shared = [], []
     for path in dict.fromkeys(path for settings in by_run.values() for path in settings):
         values = [settings.get(path, ABSENT) for settings in by_run.values()]
         if len(set(values)) == 1:
@@ -303,11 +313,16 @@ def split_settings(by_run: Mapping[str, Mapping[str, str]]) -> tuple[Table, froz
             continue
         # A tie goes to the value seen first, which Counter keeps in order.
         usual = Counter(values).most_common(1)[0][0]
-        outstanding |= {(len(differing), column) for column, value in enumerate(values, start=1) if value != usual}
-        differing.append((path, *values))
+        marked = frozenset(column for column, value in enumerate(values, start=1) if value != usual)
+        differing.append(Row(cells=(path, *values), marked=marked))
     setting = Column("setting", "Setting")
-    of_runs = Table.of([setting, *(Column(name, name) for name in by_run)], differing)
-    return of_runs, frozenset(outstanding), Table.of([setting, Column("value", "Value")], shared)
+    of_runs = Table(
+        columns=(setting, *(Column(name, name) for name in by_run)),
+        rows=tuple(differing),
+        title="Settings that differ",
+        lead="A value is marked if it is not the most common of its row.",
+    )
+    return of_runs, Table.of([setting, Column("value", "Value")], shared, title="Settings that all recipes share")
 
 
 def trainable_table(runs: Sequence[Run]) -> Table:
@@ -315,7 +330,7 @@ def trainable_table(runs: Sequence[Run]) -> Table:
     # Counted by the training, or else by the plan.
     counted_by = {run.name: run.training or run.plan for run in runs}
     counts = {name: record.trainable if record else {} for name, record in counted_by.items()}
-    parts = [part for part in PARTS if any(found.get(part) for found in counts.values())]  # text models have one only
+    parts = [part for part in PARTS if any(count.get(part) for count in counts.values())]  # text models have one only
     columns = (
         Column("model", "Model"),
         *(Column(part, part, ",") for part in parts),
@@ -324,11 +339,11 @@ def trainable_table(runs: Sequence[Run]) -> Table:
         Column("share", "Share", ".2%"),
     )
     rows = []
-    for name, found in counts.items():
-        total, everything = found.get("total"), found.get("all")
+    for name, count in counts.items():
+        total, everything = count.get("total"), count.get("all")
         share = total / everything if total is not None and everything else None
-        rows.append((name, *(found.get(part) for part in parts), total, everything, share))
-    return Table.of(columns, rows)
+        rows.append((name, *(count.get(part) for part in parts), total, everything, share))
+    return Table.of(columns, rows, title="Trained parameters")
 
 
 def cost_table(runs: Sequence[Run]) -> Table:
@@ -359,8 +374,8 @@ def cost_table(runs: Sequence[Run]) -> Table:
         values["memory_kind"] = _MEMORY_KINDS.get(values.get("memory_kind", ""), values.get("memory_kind"))
         rows.append({"model": run.name, **values})
     rare = ("kept_step", "skipped_steps", "gpu_utilization", "gpu_watts", "gpu_kwh")
-    said = [each for each in columns if each.key not in rare or any(row.get(each.key) for row in rows)]
-    return Table.of(said, ([row.get(column.key) for column in said] for row in rows))
+    shown = [each for each in columns if each.key not in rare or any(row.get(each.key) for row in rows)]
+    return Table.of(shown, ([row.get(column.key) for column in shown] for row in rows), title="Time and memory")
 
 
 def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
@@ -382,7 +397,7 @@ def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
         "Adapters trained on weights in 4 bits are merged into the unquantized ones. Both models answered the same "
         "validation samples."
     )
-    return Table.of(columns, rows, lead=lead)
+    return Table.of(columns, rows, title="Merged out of 4 bits", lead=lead)
 
 
 def memory_table(runs: Sequence[Run]) -> Table:
@@ -416,7 +431,7 @@ def memory_table(runs: Sequence[Run]) -> Table:
         "Python, its libraries and the samples, whatever ran before it. What is free before and left after is read "
         "from the device, so that it includes other processes."
     )
-    return Table.of(columns, rows, lead=lead)
+    return Table.of(columns, rows, title="Memory by stage", lead=lead)
 
 
 def origins_table(runs: Sequence[Run]) -> Table:
@@ -450,7 +465,11 @@ def origins_table(runs: Sequence[Run]) -> Table:
                 record.started.replace("T", " ").removesuffix("+00:00"),
                 record.seconds,
             )
-    return Table.of(columns, rows.values())
+    lead = (
+        "The record of each model's training, or of its evaluation if it was not trained. Digests are of contents; "
+        "data/provenance has the rest."
+    )
+    return Table.of(columns, rows.values(), title="Where it comes from", lead=lead)
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:

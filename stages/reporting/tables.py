@@ -39,6 +39,8 @@ class Row:
     cells: tuple[Cell, ...]
     """One for each column; None for an empty cell."""
     emphasised: bool = False
+    marked: frozenset[int] = frozenset()
+    """Indices of cells that stand out."""
     note: str = ""
     """Shown below the table after the first cell; in CSV, the last column."""
 
@@ -47,6 +49,7 @@ class Row:
 class Table:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
+    title: str = ""
     lead: str = ""
     """Sentences that introduce it."""
 
@@ -55,9 +58,10 @@ class Table:
             assert len(row.cells) == len(self.columns), (row.cells, self.columns)
 
     @classmethod
-    def of(cls, columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, lead: str = "") -> Table:
+    def of(cls, columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, title: str = "", lead: str = "") -> Table:
         """A table of plain rows."""
-        return cls(columns=tuple(columns), rows=tuple(Row(cells=tuple(cells)) for cells in rows), lead=lead)
+        plain = tuple(Row(cells=tuple(cells)) for cells in rows)
+        return cls(columns=tuple(columns), rows=plain, title=title, lead=lead)
 
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
@@ -127,14 +131,15 @@ def in_parts(table: Table, width: int) -> list[Table]:
 
 
 def markdown(table: Table) -> str:
-    """A GitHub table, the emphasised rows bold, the notes listed below it."""
+    """A GitHub table, emphasised rows and marked cells bold, the notes listed below it."""
     lines = [
         _markdown_line([escape_markdown(column.heading) for column in table.columns]),
         _markdown_line(["---:" if column.numeric else "---" for column in table.columns]),
     ]
     for row in table.rows:
         texts = [escape_markdown(text) for text in _texts(table, row)]
-        lines.append(_markdown_line([f"**{text}**" if text else "" for text in texts] if row.emphasised else texts))
+        bold = range(len(texts)) if row.emphasised else row.marked
+        lines.append(_markdown_line([f"**{text}**" if text and i in bold else text for i, text in enumerate(texts)]))
     if table.notes:
         lines += ["", *(f"- {escape_markdown(name)}: {escape_markdown(note)}" for name, note in table.notes)]
     return "\n".join(lines) + "\n"
@@ -148,9 +153,7 @@ def csv_text(table: Table) -> str:
 
 def csv_rows(table: Table) -> list[list[str | int | float | None]]:
     """Machine names, then full-precision numbers; an interval becomes two columns, KEY_low and KEY_high."""
-    intervals = {
-        index for index in range(len(table.columns)) for row in table.rows if isinstance(row.cells[index], Interval)
-    }
+    intervals = {index for row in table.rows for index, cell in enumerate(row.cells) if isinstance(cell, Interval)}
     header: list[str | int | float | None] = []
     for index, column in enumerate(table.columns):
         header += [f"{column.key}_low", f"{column.key}_high"] if index in intervals else [column.key]

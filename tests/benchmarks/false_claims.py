@@ -36,16 +36,16 @@ from stages.reporting.evidence import (
     Evidence,
     Race,
     as_family,
-    closed,
+    closed_testing,
     difference,
+    equality_sets,
     holm,
-    possible_sets,
     summarize,
 )
 
 RECIPES = 6
 QUESTIONS = (*((recipe, 0) for recipe in range(1, RECIPES)), (1, 2), (1, 3), (2, 3), (3, 4), (4, 5))
-SETS = possible_sets(QUESTIONS) or ()
+SETS = equality_sets(QUESTIONS) or ()
 LUCK = 0.25
 """Standard deviation between trainings, in logits: some 0.03 of a mean IoU."""
 SHIFT = 0.6
@@ -178,7 +178,7 @@ def claims_of_recipes(kind: Kind, reports: Iterator[Floats]) -> Claims:
     for scores in reports:
         evidence = summarize([scores[:, recipe] for recipe in range(RECIPES)], kind.statistic)
         gaps, spread = evidence.gaps(*np.transpose(QUESTIONS))
-        differ = closed(SETS, spread.p_value(gaps), SHARE_OF_DIFFERENCES) <= 0.05
+        differ = closed_testing(SETS, spread.p_value(gaps), SHARE_OF_DIFFERENCES) <= 0.05
         p_values = np.maximum(*(spread.p_at_least(sign * gaps, kind.matters) for sign in (1, -1)))
         as_good = ~differ & (holm(p_values) / (1 - SHARE_OF_DIFFERENCES) <= 0.05)
         found.append((differ, as_good, evidence.means[:, 0] - evidence.means[:, 1]))
@@ -297,7 +297,7 @@ def print_limits(pairs: int) -> None:
         scores = luck + rng.normal(0, 0.02, (20 * pairs, recipes, 3, 50))
         asked = tuple(itertools.combinations(range(recipes), 2))
         gaps, errors = summarize(list(np.moveaxis(scores[..., None], 1, 0)), sample_mean).gaps(*np.transpose(asked))
-        called = (closed(possible_sets(asked) or (), errors.p_value(gaps)) <= 0.05).any(axis=1).mean()
+        called = (closed_testing(equality_sets(asked) or (), errors.p_value(gaps)) <= 0.05).any(axis=1).mean()
         click.echo(f"{recipes} recipes, one four times as much between seeds, 3 seeds: {called:.1%}")
 
 

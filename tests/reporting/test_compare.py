@@ -158,7 +158,7 @@ def test_recipes_are_compared_over_their_seeds() -> None:
     assert [cell_text(row.cells[3], table.columns[3]) for row in table.rows] == ["1", "3", "3"]
     assert [column.heading for column in table.columns][-3:] == ["Seeds", "Between seeds", ""]
     b = comparison.contenders[2]
-    assert b.figure("score") == pytest.approx(np.mean([run.metrics["score"] for run in b.runs]))
+    assert b.metric("score") == pytest.approx(np.mean([run.metrics["score"] for run in b.runs]))
 
 
 def test_a_recipe_with_one_seed_takes_no_part_among_several() -> None:
@@ -212,6 +212,15 @@ def test_the_lowest_is_best_if_lower_is_better() -> None:
     assert f"The model of {comparison.best.name} scores lowest, loss 2." in comparison.headline
     marks = {row.cells[0]: row.cells[-1] for row in comparison_table(comparison).rows}
     assert marks[comparison.best.name] == "lowest"
+
+
+def test_models_of_one_score_tie() -> None:
+    scores = {"a": scores_around(0.5, 1), "b": scores_around(0.5, 1)[::-1], "base": scores_around(0.1, 2)}
+    runs = [run_of(name, each) for name, each in scores.items()]
+    comparison = compare(REPORT, [score_contender(REPORT, run.name, [run], baseline=None) for run in runs])
+    assert re.fullmatch(r"The models of a and b tie for the highest score 0\.\d+ \[.*\]\.", comparison.headline)
+    rows = comparison_table(comparison).rows
+    assert [(row.cells[-1], row.emphasised) for row in rows] == [("tie", True), ("tie", True), ("baseline", False)]
 
 
 def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> None:

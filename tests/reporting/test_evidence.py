@@ -23,12 +23,12 @@ from stages.reporting.evidence import (
     Difference,
     Race,
     as_family,
-    closed,
+    closed_testing,
     difference,
+    equality_sets,
     holm,
-    possible_sets,
+    pool_variances,
     score,
-    shared,
     summarize,
 )
 from tests.damage import quick
@@ -90,14 +90,14 @@ def test_null_reports_of_models_claim_a_difference_in_at_most_one_of_twenty() ->
 @pytest.mark.parametrize("spreads", [[0.04] * 4, [0.01, 0.01, 0.01, 0.04]], ids=["equal", "one four times"])
 def test_null_reports_of_recipes_claim_a_difference_in_at_most_one_of_twenty(seeds: int, spreads: list[float]) -> None:
     drawn = scores(np.random.default_rng(seeds), 2000, seeds, [0.6] * 4, spreads, taste=0.15)
-    claims = closed(possible_sets(PAIRS) or (), p_values(drawn)) <= 0.05
+    claims = closed_testing(equality_sets(PAIRS) or (), p_values(drawn)) <= 0.05
     assert claims.any(axis=1).mean() <= 0.055
 
 
 def test_recipes_that_share_their_spread_find_more() -> None:
     drawn = scores(np.random.default_rng(2), 1000, 3, [0.66, 0.6, 0.6, 0.6], [0.02] * 4)
     of_best = [index for index, pair in enumerate(PAIRS) if 0 in pair]
-    together = closed(possible_sets(PAIRS) or (), p_values(drawn))[:, of_best] <= 0.05
+    together = closed_testing(equality_sets(PAIRS) or (), p_values(drawn))[:, of_best] <= 0.05
     variances = np.stack([each.mean(axis=(2, 3)).var(axis=1, ddof=1) for each in drawn], axis=1)
     errors = np.sqrt((variances[:, :1] + variances[:, 1:]) / 3)
     gaps = np.stack([drawn[0].mean(axis=(1, 2, 3)) - each.mean(axis=(1, 2, 3)) for each in drawn[1:]], axis=1)
@@ -122,7 +122,7 @@ VARIANCES = arrays(np.float64, (5, 4), elements=st.floats(0, 10))
 @quick(50)
 def test_sharing_adds_freedom_and_never_takes_spread_away(variances: Floats, trainings: int) -> None:
     counts = np.full(variances.shape, float(trainings))
-    moderated, freedom = shared(variances, counts)
+    moderated, freedom = pool_variances(variances, counts)
     assert np.isfinite(moderated).all()
     assert (moderated >= variances).all()
     assert ((freedom >= trainings - 1) & (freedom <= 4 * (trainings - 1) + 1e-9)).all()
@@ -133,31 +133,31 @@ def test_sharing_adds_freedom_and_never_takes_spread_away(variances: Floats, tra
 @given(arrays(np.float64, (50, 3), elements=st.floats(0, 1e-3)))
 @quick(20)
 def test_nothing_is_shared_where_one_recipe_was_trained_twice(variances: Floats) -> None:
-    moderated, freedom = shared(variances, np.broadcast_to([4.0, 4, 2], variances.shape))
+    moderated, freedom = pool_variances(variances, np.broadcast_to([4.0, 4, 2], variances.shape))
     assert moderated == pytest.approx(variances)
     assert (freedom == [3, 3, 1]).all()
 
 
 def test_recipes_share_the_pooled_variance_and_a_base_has_no_part() -> None:
     counts = np.array([3.0, 3, 3, 1])
-    moderated, freedom = shared(np.array([2.0, 2, 2, 0]), counts)
+    moderated, freedom = pool_variances(np.array([2.0, 2, 2, 0]), counts)
     assert moderated.tolist() == pytest.approx([2, 2, 2, 0])
     assert freedom.tolist() == pytest.approx([6, 6, 6, np.inf])
-    moderated, freedom = shared(np.array([0.0, 0, 9, 0]), counts)
+    moderated, freedom = pool_variances(np.array([0.0, 0, 9, 0]), counts)
     assert moderated.tolist() == pytest.approx([2, 2, 9, 0]), "4/6 of the pooled 3, 2/6 of its own; or its own"
     assert freedom.tolist() == pytest.approx([6, 6, 2, np.inf]), "nothing that the others know explains it"
-    unlike = shared(np.array([1.0, 1, 10]), counts[:3])[1]
+    unlike = pool_variances(np.array([1.0, 1, 10]), counts[:3])[1]
     assert unlike.tolist() == pytest.approx([6, 6, 1 / (0.1**3 / 6 + 0.9**3 / 2)])
     with np.errstate(divide="raise", invalid="raise"):
-        assert shared(np.zeros(3), np.ones(3))[1].tolist() == [np.inf] * 3, "models alone"
+        assert pool_variances(np.zeros(3), np.ones(3))[1].tolist() == [np.inf] * 3, "models alone"
 
 
 def test_the_sets_of_equalities_that_can_be_true() -> None:
-    assert set(possible_sets((("a", "b"), ("a", "c"), ("b", "c"))) or ()) == {(0,), (1,), (2,), (0, 1, 2)}
-    apart = possible_sets(((("x", "a"), ("x", "b")), (("y", "a"), ("y", "b"))))
+    assert set(equality_sets((("a", "b"), ("a", "c"), ("b", "c"))) or ()) == {(0,), (1,), (2,), (0, 1, 2)}
+    apart = equality_sets(((("x", "a"), ("x", "b")), (("y", "a"), ("y", "b"))))
     assert set(apart or ()) == {(0,), (1,), (0, 1)}, "equal by one metric is not equal by another"
     star = tuple(("base", number) for number in range(14))
-    assert possible_sets(star) is None
+    assert equality_sets(star) is None
     found = [difference([np.full((1, 10), 0.1 * each), np.zeros((1, 10))]) for each in range(14)]
     assert as_family(found, star)[3].adjusted_p == holm([each.p_value for each in found])[3]
 
@@ -165,7 +165,7 @@ def test_the_sets_of_equalities_that_can_be_true() -> None:
 @given(arrays(np.float64, (3, len(PAIRS)), elements=st.floats(0, 0.2)))
 @quick(50)
 def test_closed_testing_is_between_no_correction_and_holm(p: Floats) -> None:
-    corrected = closed(possible_sets(PAIRS) or (), p)
+    corrected = closed_testing(equality_sets(PAIRS) or (), p)
     assert (corrected >= p).all()
     assert (corrected <= holm(p) + 1e-12).all()
 
@@ -189,7 +189,7 @@ def test_a_claim_is_false_in_at_most_one_report_of_twenty_whichever_kind_it_is()
     """Two recipes are equal, and two differ from them by just what matters."""
     evidence_of = summarize(scores(np.random.default_rng(4), 4000, 5, [0.6, 0.6, 0.65, 0.65], [0.01] * 4), sample_mean)
     gaps, spread = evidence_of.gaps(*np.transpose(PAIRS))
-    differ = closed(possible_sets(PAIRS) or (), spread.p_value(gaps), SHARE_OF_DIFFERENCES) <= 0.05
+    differ = closed_testing(equality_sets(PAIRS) or (), spread.p_value(gaps), SHARE_OF_DIFFERENCES) <= 0.05
     small = np.maximum(spread.p_at_least(gaps, 0.05), spread.p_at_least(-gaps, 0.05))
     as_good = ~differ & (holm(small) / (1 - SHARE_OF_DIFFERENCES) <= 0.05)
     equal = np.array([pair in ((0, 1), (2, 3)) for pair in PAIRS])

@@ -4,6 +4,7 @@ import base64
 import io
 import re
 import xml.etree.ElementTree as ET
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,36 +13,43 @@ from PIL import Image
 
 from stages.evaluation.statistics import Interval
 from stages.reporting.page import (
+    DARK,
+    LIGHT,
     MAX_IMAGE_WIDTH,
+    Drawing,
     IntervalRow,
+    Plot,
+    drawing,
     inline_image,
     plot_curves,
     plot_intervals,
-    svg,
 )
 from stages.reporting.runs import Curve
 
 
-def drawings() -> list[str]:
+def drawings() -> list[Drawing]:
     rows = [
         IntervalRow(label="a <b>", value=0.1, interval=Interval(0.05, 0.2), text="+0.1", colour="better"),
         IntervalRow(label="one sample", value=-0.2, interval=None, text="-0.2", colour="muted"),
     ]
     curves = {name: Curve(np.arange(20.0), np.linspace(2, 1, 20)) for name in "ab"}
     colours = {"a": "series-1", "b": "series-2"}
-    return [
-        svg(plot_intervals(rows, "difference", reference=0.0), name="forest", title='a "<b>" & c'),
+    plots: list[Plot] = [
+        partial(plot_intervals, rows=rows, xlabel="difference", reference=0.0),
         *(
-            svg(plot_curves(curves, colours, "a loss", smoothed=each), name="loss", title="loss")
-            for each in (True, False)
+            partial(plot_curves, curves=curves, colours=colours, ylabel="a $loss$", smoothed=each)
+            for each in (False, True)
         ),
     ]
+    return [drawing(plot, height=3, caption="", description="") for plot in plots]
 
 
-def test_drawings_are_well_formed_reproducible_and_in_colours_of_the_page() -> None:
-    for drawing in drawings():
-        ET.fromstring(drawing)
-        assert not re.findall(r"#[0-9a-f]{6}\b", re.sub(r"var\(--[\w-]+, #\w+\)", "", drawing))
+def test_drawings_are_reproducible_and_in_the_colours_of_each_theme() -> None:
+    for each in drawings():
+        for source, theme in ((each.light, LIGHT), (each.dark, DARK)):
+            drawn = base64.b64decode(source.removeprefix("data:image/svg+xml;base64,")).decode()
+            ET.fromstring(drawn)
+            assert set(re.findall(r"#[0-9a-f]{6}\b", drawn)) <= set(theme.values())
     assert drawings() == drawings()
 
 

@@ -14,7 +14,7 @@ from stages.reporting.sections import (
     cost_table,
     origin_warnings,
     origins_table,
-    split_settings,
+    settings_tables,
     trainable_table,
 )
 from tests.made_up_runs import project_params, write_made_up_record, write_made_up_run
@@ -47,11 +47,11 @@ def test_settings_are_split_and_the_uncommon_ones_stand_out() -> None:
         "two": {"rank": "8", "seed": "42", "rate": "0.1"},
         "three": {"rank": "64", "seed": "42"},
     }
-    differing, outstanding, shared = split_settings(by_run)
+    differing, shared = settings_tables(by_run)
     assert [row.cells for row in differing.rows] == [("rank", "64", "8", "64"), ("rate", "0.1", "0.1", "–")]
-    assert outstanding == {(0, 2), (1, 3)}
+    assert [row.marked for row in differing.rows] == [{2}, {3}]
     assert [row.cells for row in shared.rows] == [("seed", "42")]
-    assert split_settings({})[0].rows == ()
+    assert settings_tables({})[0].rows == ()
 
 
 def test_parameters_and_costs_by_run(tmp_path: Path) -> None:
