@@ -101,7 +101,7 @@ class RawDataset(Generic[R]):
     unused_files: Callable[[], Sequence[str]] = tuple
     """Names of files that no split took, called once all are read."""
     unread_fields: Counter[str] = field(default_factory=Counter)
-    """How often a field is there that is not read, since it only describes. Counted while the splits are read."""
+    """Counts of fields that are not read, as they only describe. Counted while the splits are read."""
     strict: bool = False
     """Whether such fields are refused."""
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -296,7 +296,7 @@ class _Preparation(Generic[R]):
         """The training samples in two. All samples of a subject or a group are on one side; the order within a side
         stays."""
         self._refuse_invalid(["train"])
-        # What is joined goes by its smallest subject: all are digests, so their order is random.
+        # Joined subjects go by the smallest of them: all are digests, so their order is random.
         joined = connected((record.subject(), self.rules.group(record)) for _, record in valid)
         subjects = sorted(set(joined))
         if len(subjects) < 2:
