@@ -128,7 +128,7 @@ def test_answers_that_do_not_fit_are_refused_with_their_samples() -> None:
 
 
 def test_a_row_of_answers_needs_a_format_and_no_gpu() -> None:
-    params = load_params().on("qwen25-7b-24gb")
+    params = load_params().on("qwen25-7b")
     request = Request(stage="evaluate", args=("peer-amr",), params=params, stages=(), workspace_dir=Path(), caller={})
     assert request.num_gpus == 0
     amr_records()

@@ -219,7 +219,7 @@ def test_origins_and_their_warnings_are_shown(tmp_path: Path) -> None:
     [
         ([], "no model of task detection has been evaluated; run: dvc repro"),
         ([("r1-llm-only", 50, "tiny"), ("r4-joint", 40, "tiny")], "(?s)different samples.*r4-joint: 40 samples"),
-        ([("r1-llm-only", 50, "qwen2-vl-2b-24gb")], r"sets profile tiny, .*r1-llm-only \(qwen2-vl-2b-24gb\)"),
+        ([("r1-llm-only", 50, "qwen2-vl-2b")], r"sets profile tiny, .*r1-llm-only \(qwen2-vl-2b\)"),
     ],
 )
 def test_runs_that_cannot_be_compared_are_refused(

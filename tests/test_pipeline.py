@@ -163,6 +163,11 @@ def test_every_profile_has_the_parameters_that_stages_read(profile: str) -> None
     assert [path for path in required if not has_path(PARAMS, path.split("."))] == []
 
 
+def test_another_card_reruns_plans_baselines_and_builds_and_what_follows_from_them() -> None:
+    reading = {kind.partition("@")[0] for kind, stage in PIPELINE.items() if {"gpu", "gpus"} & set(stage.params)}
+    assert reading == {"plan", "baseline", "build"}
+
+
 def has_path(tree: Any, path: list[str]) -> bool:
     return not path or (path[0] in tree and has_path(tree[path[0]], path[1:]))
 

@@ -8,11 +8,11 @@ network, and read the checkout in the working directory. A user's fault raises s
 
 Does r1-llm-only fit a card of 24 GB, and how is it run there?
 
-    >>> answer = predict_memory("r1-llm-only", profile="qwen2-vl-7b-48gb", gpu=24)
+    >>> answer = predict_memory("r1-llm-only", profile="qwen2-vl-7b", gpu=24)
     >>> answer.memory.verdict, answer.memory.prediction.total_bytes < answer.memory.usable_bytes
     ('fits', True)
     >>> print(answer.command)
-    dvc exp run --temp -S profile=qwen2-vl-7b-48gb -S profiles.qwen2-vl-7b-48gb.device.memory_gb=24 evaluate@r1-llm-only
+    dvc exp run --temp -S profile=qwen2-vl-7b -S gpu=24 evaluate@r1-llm-only
 
 A run has its metrics, and the scores of each sample as arrays:
 
@@ -60,18 +60,15 @@ def predict_memory(
     """Memory and time that are predicted of a recipe on one device, in 10 to 20 seconds.
 
     profile: of params.yaml; None for the active one.
-    gpu: a size in GB, as cards are sold, or a card by name: 24, "24GB", "RTX 3090"; None for the profile's own device.
+    gpu: a size in GB, as cards are sold, or a card by name: 24, "24GB", "RTX 3090"; None for that of params.yaml.
     changes: `KEY.KEY=VALUE`, in place of values of params.yaml.
     Returns tools/plan.py's RecipeMemory, which `make plan JSON=1` prints.
-    Raises UserError for an unknown recipe, profile or card, for a base of unknown geometry, and for a GPU if the
-    profile runs on a CPU.
+    Raises UserError for an unknown recipe, profile or card, for a base of unknown geometry, for a GPU if the profile
+    runs on a CPU, and for none if it does not.
     """
-    from tools.plan import devices_of, predictions_for
+    from tools.plan import predictions_for
 
-    predictions = predictions_for(profile, changes)
-    predictions.params.recipe(recipe)
-    device, *_ = devices_of(predictions.params, None if gpu is None else str(gpu))
-    return predictions.recipe_memory(recipe, device)[0]
+    return predictions_for(profile, gpu, changes).recipe_memory(recipe)[0]
 
 
 def read_run(name: str) -> Run:

@@ -1,11 +1,11 @@
 """Does a recipe fit a GPU, and how long does it take? Without weights, GPU, network or anything fetched or written.
 
 Reads   params.yaml; the base's geometry; the base's tokenizer and the prepared data, if they are there
-Run     make plan RECIPE=r1-llm-only PROFILE=qwen2-vl-7b-48gb GPU="RTX 3090"
-        make plan PROFILE=qwen2-vl-7b-48gb ALL=1        every recipe of the profile, on GPUs of several sizes
+Run     make plan RECIPE=r1-llm-only PROFILE=qwen2-vl-7b GPU="RTX 3090"
+        make plan PROFILE=qwen2-vl-7b ALL=1        every recipe of the profile, on GPUs of several sizes
 
 With other values than those of params.yaml (--set) it also says what they change. --json prints the fields of
-RecipeMemory.
+RecipeMemory, with --all a list of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from rich.console import Console
 from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.params import load_params
-from stages.core.params.schema import BuildParams, DeviceParams, Params
+from stages.core.params.schema import BuildParams, Params
 from stages.core.tasks import load_task, reader_of
 from stages.data.prepared import STATS_FILE, read_origin
 from stages.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, time_text
@@ -129,9 +129,10 @@ def available_inputs(params: Params, recipe: str) -> Inputs:
         repository = where.partition("@")[0]
         folder = Path(where) if has_tokenizer else GEOMETRIES_DIR / repository
         if not has_tokenizer and not folder.is_dir():
+            gpu = "" if params.gpu is None else f" -S {_gpu_option(params)}"
             raise UserError(
                 f"base {name} of profile {params.profile} is {repository}, whose geometry is not known before it is "
-                f"fetched; fetch it with: dvc exp run -S profile={params.profile} base@{name}"
+                f"fetched; fetch it with: dvc exp run -S profile={params.profile}{gpu} base@{name}"
             )
     data_dir = available_data(params, params.recipe(recipe).data)
     return Inputs(source=source, config_dir=folder, has_tokenizer=has_tokenizer, build=build, data_dir=data_dir)
@@ -182,59 +183,38 @@ def same_source(found: str, wanted: str) -> bool:
     return found_repo == repo and (commit.startswith(revision) or not re.fullmatch("[0-9a-f]{7,40}", revision))
 
 
-def devices_of(params: Params, gpus: str | None) -> list[DeviceParams]:
-    """The profile's device on other GPUs: sizes as cards are sold, or cards by name, e.g. "24, 48GB, RTX 3090".
-
-    Raises UserError for a name that no card has, and for a profile on a CPU.
-    """
-    device = params.active.device
-    if gpus is not None and device.kind == "cpu":
-        others = [name for name, profile in params.profiles.items() if profile.device.kind == "cuda"]
-        raise UserError(
-            f"profile {params.profile} runs on a CPU, which has no GPU; choose another: {', '.join(others)}"
-        )
-    found = []
-    for gpu in (part.strip() for part in (gpus or "").split(",")):
-        if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:gi?b?)?", gpu, re.IGNORECASE):
-            found.append(replace(device, card=None, memory_gb=float(size[1])))
-        elif gpu:
-            card = named_card(gpu)
-            found.append(replace(device, card=card.name, memory_gb=card.sold_gb))
-    return found or [device]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
     """Predictions for one profile's recipes, each plan predicted once."""
 
     params: Params
-    in_file: str
-    """The profile that params.yaml itself has active."""
+    """params.yaml with `options` and `changes`."""
+    options: tuple[str, ...]
+    """The profile and the GPU that were asked for, as options of -S: ("profile=qwen2-vl-7b", "gpu=24")."""
     changes: tuple[str, ...]
     """`KEY.KEY=VALUE`, values in place of those of params.yaml."""
     made: dict[str, Any] = field(default_factory=dict)
 
-    def fits(self, recipe: str, inputs: Inputs, device: DeviceParams) -> tuple[Preview, Fit, Fit]:
-        """The preview of a recipe on a device, its plan as the profile has it, and the cheapest change that fits."""
+    def fits(self, recipe: str, inputs: Inputs) -> tuple[Preview, Fit, Fit]:
+        """The preview of a recipe, its plan as the profile has it, and the cheapest change that fits."""
         import transformers
 
         from stages.memory.preview import preview
 
         transformers.logging.set_verbosity_error()  # it warns of the stand-in's tokens
-        profile = replace(self.params.active, device=device)
-        params = replace(self.params, profiles={**self.params.profiles, self.params.profile: profile})
         has_data = inputs.has_tokenizer and inputs.data_dir is not None
         options: dict[str, Any] = {"base_dir": inputs.config_dir, "has_data": has_data, "made": self.made}
-        samples = load_task(params.recipe(recipe).task, "samples")
-        found = preview(params, recipe, config_of_base(inputs), samples, **options)
-        fit = fastest_fit(found.fit, found.predict) if profile.memory.fit == "fill" else found.fit
-        return found, fit, cheapest_fit(fit, found.predict)
+        samples = load_task(self.params.recipe(recipe).task, "samples")
+        planned = preview(self.params, recipe, config_of_base(inputs), samples, **options)
+        fills = self.params.active.memory.fit == "fill"
+        fit = fastest_fit(planned.fit, planned.predict) if fills else planned.fit
+        return planned, fit, cheapest_fit(fit, planned.predict, fill=fills)
 
-    def recipe_memory(self, recipe: str, device: DeviceParams) -> tuple[RecipeMemory, list[str]]:
-        """The prediction of a recipe on such a device, and its budget and advice in lines."""
+    def recipe_memory(self, recipe: str) -> tuple[RecipeMemory, list[str]]:
+        """The prediction of a recipe, and its budget and advice in lines."""
         inputs = available_inputs(self.params, recipe)
-        found, fit, cheapest = self.fits(recipe, inputs, device)
-        plan, (evaluation, batch_size) = fit.plan, found.evaluation(fit)
+        planned, fit, cheapest = self.fits(recipe, inputs)
+        plan, (evaluation, batch_size) = fit.plan, planned.evaluation(fit)
         lines = fit.prediction.lines(fit.capacity_bytes)
         changed: dict[str, Any] | None = None
         if fit.verdict not in (None, "fits"):
@@ -244,16 +224,18 @@ class Predictions:
         verdict = evaluation.verdict or "unknown"
         lines.append(f"evaluation  {gib_text(evaluation.prediction.total_bytes)} GiB, {batch_size} at once: {verdict}")
         batch = f"the largest samples of {inputs.data_dir}"
-        if not found.lengths:
+        if not planned.lengths:
             missing = "data" if inputs.data_dir is None else "tokenizer"
             pixels = f" and max_pixels {plan.images.max_pixels}" if plan.images else ""
             batch = f"no {missing} yet: the worst within max_length {plan.max_length}{pixels}"
+        device = self.params.active.device
+        card = named_card(device.card) if device.card else None
         stage = "train" if batch_size == 1 and verdict == "does not fit" else "evaluate"
         answer = RecipeMemory(
             recipe=recipe,
             profile=self.params.profile,
-            memory_gb=device.memory_gb,
-            card=device.card,
+            memory_gb=card.sold_gb if card else device.memory_gb,
+            card=card.name if card else None,
             base=inputs.source,
             batch=batch,
             settings=settings(plan),
@@ -261,7 +243,7 @@ class Predictions:
             memory=fit.record(evaluation, batch_size),
             cheapest=changed,
             disk=disk_use(plan, self.params),
-            duration=duration(cheapest, found.lengths, self.params.prices),
+            duration=duration(cheapest, planned.lengths, self.params.prices),
             command=None if cheapest.verdict == "does not fit" else self._command(f"{stage}@{recipe}", cheapest),
         )
         return answer, lines
@@ -271,25 +253,32 @@ class Predictions:
 
         `++` sets a value whether or not params.yaml has it.
         """
-        profile, active = self.params.profile, self.params.active
-        changes = [f"profile={profile}"] if profile != self.in_file else []
-        changes += [f"'++{change.removeprefix('++')}'" for change in self.changes]
-        for name in ("memory_gb", "card"):
-            before, after = (getattr(device, name) for device in (active.device, cheapest.plan.device))
-            if before != after:
-                value = f"{after:g}" if isinstance(after, float) else json.dumps(after)
-                change = f"{'' if before else '++'}profiles.{profile}.device.{name}={value}"
-                changes.append(f"'{change}'" if name == "card" else change)
-        if active.memory.fit not in ("auto", "fill") and cheapest.changes:
-            changes.append(f"++profiles.{profile}.memory.fit=auto")
+        changes = [*self.options, *(f"'++{change.removeprefix('++')}'" for change in self.changes)]
+        if self.params.active.memory.fit not in ("auto", "fill") and cheapest.changes:
+            changes.append(f"++profiles.{self.params.profile}.memory.fit=auto")
         return " ".join(["dvc exp run --temp", *(f"-S {change}" for change in changes), stage])
 
 
-def predictions_for(profile: str | None, changes: Sequence[str] = ()) -> Predictions:
-    """profile: of params.yaml; None for the active one. changes: `KEY.KEY=VALUE`, in place of values of params.yaml."""
-    in_file = load_params(changes=changes)
-    params = in_file.on(profile) if profile else in_file
-    return Predictions(params=params, in_file=in_file.profile, changes=tuple(changes))
+def predictions_for(
+    profile: str | None, gpu: float | str | None = None, changes: Sequence[str] = (), **made: Any
+) -> Predictions:
+    """Predictions with another profile, GPU and other values than those of params.yaml, as far as they are given.
+
+    gpu: a size in GB, as cards are sold, or a card by name. changes: `KEY.KEY=VALUE`. made: of other predictions.
+    Raises UserError for a name that no card has, a GPU if the profile runs on a CPU, and none if it does not.
+    """
+    options = [f"profile={profile}"] if profile else []
+    named = [] if gpu is None else [f"gpu={json.dumps(gpu)}"]
+    params = load_params(changes=[*changes, *options, *named])
+    if gpu is not None:
+        options.append(_gpu_option(params))
+    return Predictions(params=params, options=tuple(options), changes=tuple(changes), **made)
+
+
+def _gpu_option(params: Params) -> str:
+    """The GPU as an option of -S, quoted for the shell: gpu=24 or 'gpu="RTX 3090"'."""
+    device = params.active.device
+    return f"'gpu=\"{named_card(device.card).name}\"'" if device.card else f"gpu={device.memory_gb:g}"
 
 
 @click.command(help=__doc__)
@@ -298,7 +287,7 @@ def predictions_for(profile: str | None, changes: Sequence[str] = ()) -> Predict
 @click.option("--gpu", "gpus", help="Other GPUs: sizes in GB, or cards by name, separated by commas.")
 @click.option("--set", "changes", multiple=True, help="KEY.KEY=VALUE, in place of a value of params.yaml.")
 @click.option("--all", "compare_sizes", is_flag=True, help="Every recipe, or the one given, on GPUs of several sizes.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; for one recipe.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; a list with --all.")
 def main(
     recipe: str | None,
     profile: str | None,
@@ -308,20 +297,21 @@ def main(
     as_json: bool,
 ) -> None:
     configure_logging("plan", facts=False)
-    predictions = predictions_for(profile, changes)
-    params = predictions.params
-    devices = devices_of(params, gpus or (GPU_SIZES if compare_sizes else None))
+    named = (gpus or (GPU_SIZES if compare_sizes else "")).split(",")
+    first, *others = (gpu.strip() or None for gpu in named)
+    predictions = predictions_for(profile, first, changes)
     if compare_sizes:
-        show_all(predictions, [recipe] if recipe else trainable_recipes(params), devices)
+        others_too = (predictions_for(profile, gpu, changes, made=predictions.made) for gpu in others)
+        show_all([predictions, *others_too], [recipe] if recipe else None, as_json=as_json)
         return
-    if recipe is None or len(devices) > 1:
+    if recipe is None or others:
         raise click.UsageError(
             f"name a recipe and at most one GPU, or take --all (make: RECIPE=, GPU=, or ALL=1); profile "
-            f"{params.profile} can train: {', '.join(trainable_recipes(params))}"
+            f"{predictions.params.profile} can train: {', '.join(trainable_recipes(predictions.params))}"
         )
     predicting = Console(stderr=True).status(f"{recipe}: predicting", spinner="line")
     with predicting:
-        answer, lines = predictions.recipe_memory(recipe, devices[0])
+        answer, lines = predictions.recipe_memory(recipe)
     if as_json:
         click.echo(json.dumps(asdict(answer), indent=2))
         return
@@ -332,25 +322,35 @@ def main(
     click.echo(f"time      {answer.duration}\n" if answer.duration else "")
     if changes:
         with suppress(UserError), predicting:  # params.yaml may have a mistake that the changes fix
-            own = predictions_for(profile)
-            before, _ = own.recipe_memory(recipe, devices_of(own.params, gpus)[0])
+            before, _ = predictions_for(profile, first).recipe_memory(recipe)
             lines.append(f"changes   {answer.difference(before)}")
     click.echo("\n".join([*lines, *([f"run it by   {answer.command}"] if answer.command else [])]))
 
 
-def show_all(predictions: Predictions, names: Sequence[str], devices: Sequence[DeviceParams]) -> None:
-    """Recipes by GPU, each with the cheapest settings that fit."""
-    inputs = {name: available_inputs(predictions.params, name) for name in names}  # all are known before any takes time
-    rows = []
+def show_all(on_gpus: Sequence[Predictions], names: Sequence[str] | None, *, as_json: bool) -> None:
+    """Recipes by GPU, each with the cheapest settings that fit.
+
+    on_gpus: for one profile. names: of recipes; None for all that it can train.
+    """
+    params = on_gpus[0].params
+    names = trainable_recipes(params) if names is None else names
+    inputs = {name: available_inputs(params, name) for name in names}  # all are known before any takes time
+    rows, answers = [], []
     with Console(stderr=True).status("", spinner="line") as status:
         for name in names:
             status.update(f"{name}: predicting")
-            rows.append((name, *(_cell(*predictions.fits(name, inputs[name], each)[1:]) for each in devices)))
-    titles = [device.card or f"{device.memory_gb:g} GB" for device in devices]
+            if as_json:
+                answers += [asdict(each.recipe_memory(name)[0]) for each in on_gpus]
+            else:
+                rows.append((name, *(_cell(*each.fits(name, inputs[name])[1:]) for each in on_gpus)))
+    if as_json:
+        click.echo(json.dumps(answers, indent=2))
+        return
+    devices = (each.params.active.device for each in on_gpus)
+    titles = [named_card(device.card).name if device.card else f"{device.memory_gb:g} GB" for device in devices]
     columns = (Column("recipe", "Recipe"), *(Column(title, title) for title in titles))
     Console(highlight=False).print(terminal_table(Table.of(columns, rows)))
-    profile = predictions.params.profile
-    click.echo(f"\nProfile {profile}, with the cheapest settings that fit; else with the least.")
+    click.echo(f"\nProfile {params.profile}, with the cheapest settings that fit; else with the least.")
 
 
 def _cell(fit: Fit, cheapest: Fit) -> str:

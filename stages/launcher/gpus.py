@@ -211,7 +211,7 @@ def leasable(gpus: Sequence[Gpu], *, visible: str | None, count: int, holder: st
         has += f", {len(seen)} of them in CUDA_VISIBLE_DEVICES={visible}"
     raise UserError(
         f"{holder} wants {pluralize(count, 'GPU')}; this machine has {has}. Look at the output of nvidia-smi, or "
-        "choose another profile in params.yaml: one with a smaller device.count, or device.kind cpu"
+        "set gpus in params.yaml to that number, or choose a profile that runs on a CPU: -S profile=tiny -S gpu=null"
     )
 
 

@@ -8,12 +8,15 @@ from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import nearest, refusal
 from stages.core.tasks import dataset_problems, load_task
+from stages.planning.cards import named_card
 
 
 def checked_params(workspace_dir: Path) -> Params:
     """Raises UserError with every mistake under its dotted path."""
     path = workspace_dir / "params.yaml"
     params = load_params(path)
+    if card := params.active.device.card:
+        named_card(card)
     if problems := unknown_tasks(params, workspace_dir / "stages/tasks") or wrong_datasets(params):
         raise refusal(path, problems)
     return params

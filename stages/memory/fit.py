@@ -66,14 +66,18 @@ class Fit:
         )
 
 
-def cheapest_fit(fit: Fit, predict: Predict) -> Fit:
-    """The first plan down the ladder that fits; else the first that might; else the last."""
+def cheapest_fit(fit: Fit, predict: Predict, *, fill: bool = False) -> Fit:
+    """The first plan down the ladder that fits; else the first that might; else the last.
+
+    fill: of the plans with the same result as the first that fits, the fastest that fits.
+    """
     might, rung = None, fit
     for plan in rungs(fit.plan):
         if plan is not fit.plan:
             rung = fit.changed_to(plan, predict)
         if rung.verdict in (None, "fits"):
-            return rung
+            fills = fill and rung is not fit
+            return fit.changed_to(fastest_fit(rung, predict).plan, predict) if fills else rung
         if rung.verdict == "too close":
             might = might or rung
     return might or rung
@@ -115,7 +119,7 @@ def decide(fit: Fit, predict: Predict, how: str) -> Fit:
         fit = fastest_fit(fit, predict)
     if how == "off" or (how == "refuse" and fit.verdict != "does not fit"):
         return fit
-    cheapest = cheapest_fit(fit, predict)
+    cheapest = cheapest_fit(fit, predict, fill=how == "fill")
     if how in ("auto", "fill") and cheapest.verdict != "does not fit":
         return cheapest
     raise UserError(refusal(fit, cheapest))
@@ -132,7 +136,7 @@ def fitting_batch_size(
     """
     if wanted != "auto":
         return wanted
-    assert capacity_bytes is not None, "params.yaml is refused if auto has no device.memory_gb"
+    assert capacity_bytes is not None, "params.yaml is refused if it names no GPU"
 
     def does_not_fit(exponent: int) -> bool:
         return predict(1 << exponent).verdict(capacity_bytes) != "fits"

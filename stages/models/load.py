@@ -210,7 +210,7 @@ def check_device(device: DeviceParams, precision: str = "fp32") -> None:
         )
     # torch counts emulated bf16 as support by default; a Turing card would crawl.
     if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"{torch.cuda.get_device_name()} has no bf16; set memory.precision to fp16")
+        raise UserError(f"{torch.cuda.get_device_name()} has no bf16; set memory.precision of the profile to fp16")
 
 
 def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:

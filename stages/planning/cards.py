@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from stages.core.errors import UserError
-from stages.core.params.schema import DeviceParams
+from stages.core.params.schema import DeviceParams, has_bf16
 from stages.core.records import nearest
 
 GIB = 2**30
@@ -31,7 +31,6 @@ class Card:
     """Largest power of the board."""
     pattern: str = ""
     """Regular expression for the device's name, as NVML and CUDA report it; by default the name itself."""
-    has_bf16: bool = True
 
     @property
     def usable_bytes(self) -> int:
@@ -63,8 +62,8 @@ CARDS = (
     Card("A10G", 24, 21.98, 80, 70, 300),
     Card("A10", 24, 21.98, 72, 125, 150),
     Card("RTX 3090", 24, 23.48, 82, 71, 350),
-    Card("Quadro RTX 6000", 24, 22.0, 72, 130.5, 260, has_bf16=False),
-    Card("T4", 16, 14.56, 40, 65, 70, has_bf16=False),
+    Card("Quadro RTX 6000", 24, 22.0, 72, 130.5, 260),
+    Card("T4", 16, 14.56, 40, 65, 70),
 )
 """The first whose pattern is in a device's name is meant."""
 
@@ -76,15 +75,20 @@ def card_of(device_name: str) -> Card | None:
     """The card that a device's name means, e.g. "NVIDIA A100-SXM4-80GB"; None for another, as of a laptop."""
     if "Laptop" in device_name:
         return None
-    found = (card for card in CARDS if re.search(rf"\b(?:{card.pattern or card.name})\b", device_name, re.IGNORECASE))
-    return next(found, None)
+    matching = (
+        card for card in CARDS if re.search(rf"\b(?:{card.pattern or card.name})\b", device_name, re.IGNORECASE)
+    )
+    return next(matching, None)
 
 
 def named_card(name: str) -> Card:
     """Raises UserError for a name that is no card's here."""
     if (card := card_of(name)) is None:
         names = [each.name for each in CARDS]
-        raise UserError(f"device.card: no card is called {name!r}{nearest(name, names)}; there are: {', '.join(names)}")
+        raise UserError(
+            f"gpu: no card is called {name!r}{nearest(name, names)}; give its size in GB (gpu: 24), or one of: "
+            f"{', '.join(names)}"
+        )
     return card
 
 
@@ -92,7 +96,7 @@ def cards_for(device: DeviceParams, precision: str) -> list[Card]:
     """The card that a GPU is named as, or all of its size that compute in `precision`."""
     if device.card:
         return [named_card(device.card)]
-    return [card for card in CARDS if card.sold_gb == device.memory_gb and (card.has_bf16 or precision != "bf16")]
+    return [card for card in CARDS if card.sold_gb == device.memory_gb and (has_bf16(card.name) or precision != "bf16")]
 
 
 def multiprocessors(device: DeviceParams) -> int:

@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.core.params import load_params
-from stages.core.params.schema import OPTIMIZERS, Optimizer, Params, made_by
+from stages.core.params import cross_checks, load_params
+from stages.core.params.schema import OPTIMIZERS, DeviceParams, Optimizer, Params, made_by
 from stages.planning.resolve import resolve_plan
 from tests import ROOT
 from tests.damage import at, damaged_text, damaged_tree, quick
@@ -68,6 +68,38 @@ def test_dvc_writes_a_variant_that_is_read_again(tmp_path: Path) -> None:
     with modify_yaml(str(path)) as written:
         written["seed"] = 7
     assert load_params(path) == replace(load_params(SHIPPED), seed=7)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "device", "precision", "placement"),
+    [
+        (24, None, DeviceParams(kind="cuda", memory_gb=24), "bf16", "single"),
+        ("48 GB", 2, DeviceParams(kind="cuda", memory_gb=48, count=2), "bf16", "ddp"),
+        ("RTX 4090", None, DeviceParams(kind="cuda", card="RTX 4090"), "bf16", "single"),
+        ("Quadro RTX 6000", 4, DeviceParams(kind="cuda", card="Quadro RTX 6000", count=4), "fp16", "ddp"),
+    ],
+)
+def test_a_gpu_by_size_or_name_becomes_the_device_and_decides_what_is_auto(
+    gpu: float | str, gpus: int | None, device: DeviceParams, precision: str, placement: str
+) -> None:
+    params = replace(load_params(SHIPPED).on("qwen25-7b"), gpu=gpu, gpus=gpus)
+    assert list(cross_checks(params)) == []
+    assert params.active.device == device
+    assert (params.active.memory.precision, params.active.memory.placement) == (precision, placement)
+
+
+def test_the_profiles_own_device_and_settings_hold_unless_they_are_auto() -> None:
+    params = load_params(SHIPPED)
+    assert params.active.device == DeviceParams(kind="cpu")
+    assert (params.active.memory.precision, params.active.memory.placement) == ("fp32", "single")
+    own = replace(
+        params.active,
+        device=DeviceParams(kind="cuda", count=2, memory_gb=80, card="H100"),
+        memory=replace(params.active.memory, precision="fp16", placement="sharded", quantization="none"),
+    )
+    params = replace(params, profiles={"tiny": own})
+    assert params.active == own
+    assert replace(params, gpu=24).active.device == DeviceParams(kind="cuda", count=2, memory_gb=24)
 
 
 def test_what_recipes_and_builds_are_made_of_is_found() -> None:
@@ -209,7 +241,11 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({f"{TINY}.memory.attn": "flash_attention_2"}, f"{TINY}.memory.attn: flash_attention_2 needs"),
         ({f"{TINY}.memory.optimizer": "adamw_8bit"}, f"{TINY}.memory.optimizer: adamw_8bit needs device.kind: cuda"),
         ({f"{TINY}.memory.placement": "balanced"}, f"{TINY}.memory.placement: "),
-        ({f"{TINY}.device.count": 2}, f"{TINY}.memory.placement: single with device.count 2"),
+        (
+            {f"{TINY}.device.count": 2, f"{TINY}.memory.placement": "single"},
+            f"{TINY}.memory.placement: single with 2 device(s)",
+        ),
+        ({f"{TINY}.memory.placement": "ddp"}, f"{TINY}.memory.placement: ddp with 1 device(s); auto goes with any"),
         (
             {**SHARDED, f"{TINY}.memory.optimizer": "adamw_8bit"},
             f"{TINY}.memory.optimizer: adamw_8bit cannot be sharded",
@@ -217,9 +253,14 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({**SHARDED, f"{TINY}.memory.quantization": None}, f"{TINY}.memory.quantization: "),
         ({f"{TINY}.images.min_pixels": 10**9}, f"{TINY}.images.min_pixels: "),
         ({f"{TINY}.evaluation.max_length": 1}, f"{TINY}.evaluation.max_length: "),
+        # The GPU
+        ({"gpu": 24}, "gpu: 24, though profile tiny runs on a CPU; on a GPU run: qwen2-vl-2b, "),
+        ({"gpus": 2}, "gpus: 2, though profile tiny runs on a CPU"),
+        ({f"{TINY}.device.kind": "cuda"}, "gpu: missing, though profile tiny runs on a GPU; give its size in GB or"),
+        ({"profile": "moe"}, "gpu: missing, though profile moe runs on a GPU"),
         (
-            {f"{TINY}.evaluation.batch_size": "auto", f"{TINY}.device.kind": "cuda"},
-            f"{TINY}.evaluation.batch_size: auto needs device.memory_gb",
+            {"profile": "moe", "gpu": "NVIDIA T4", "profiles.moe.memory.precision": "bf16"},
+            "profiles.moe.memory.precision: bf16, which NVIDIA T4 does not compute in; set it to auto or fp16",
         ),
         ({f"{TINY}.evaluation.engine": "vllm", "models": {"keep_merged": False}}, f"{TINY}.evaluation.engine: "),
         # Mixes
@@ -279,6 +320,10 @@ def test_a_file_from_elsewhere_is_not_read(tmp_path: Path, put: Callable[[Path],
 
 
 CHAINED = ("r1-llm-only", "r2-vision-only", "r3-two-stage")
+TWO_GPUS = RAW["profiles"]["qwen2-vl-7b"] | {
+    "device": {"kind": "cuda", "count": 2, "memory_gb": 48},
+    "memory": {"precision": "bf16", "micro_batch": 2, "placement": "balanced", "fit": "refuse"},
+}
 SMALL = {
     **RAW,
     "baselines": {"base-moe": RAW["baselines"]["base-moe"]},
@@ -286,7 +331,7 @@ SMALL = {
         name: RAW["recipes"][name]
         for name in (*CHAINED, "amr-ptr", "moe-gate-labels", "moe-expert-truthfulqa", "moe-expert-qmsum")
     },
-    "profiles": {"tiny": RAW["profiles"]["tiny"], "two-gpus": RAW["profiles"]["qwen2-vl-7b-2x48gb"]},
+    "profiles": {"tiny": RAW["profiles"]["tiny"], "two-gpus": TWO_GPUS},
 }
 """Every kind of entry, read ten times as fast as the shipped file."""
 SMALL_TEXT = io.StringIO()

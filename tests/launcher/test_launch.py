@@ -50,7 +50,8 @@ def request(stage: str, *args: str, params: Params = PARAMS, workspace: Path = R
 def workspace(tmp_path: Path) -> Path:
     """One stage, which wants one GPU. The machine has none at first."""
     workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=STAGE)
-    write_yaml(YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-2b-24gb"}, workspace / "params.yaml")
+    params = YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-2b", "gpu": 24}
+    write_yaml(params, workspace / "params.yaml")
     set_gpus(workspace)
     return workspace
 
@@ -88,6 +89,15 @@ def test_stage_gets_the_free_gpu_and_keeps_tritons_kernels_in_the_repository(wor
     shutil.copy(ROOT / "params.yaml", workspace)
     train(workspace, TRITON_CACHE_DIR="/shared/by/all")
     assert (workspace / "triton").read_text() == "nowhere", "on a CPU"
+
+
+def test_a_card_that_nobody_sells_is_refused_before_a_download(workspace: Path) -> None:
+    (workspace / "stages/base.py").write_text(STAGE)
+    params = YAML(typ="safe").load(workspace / "params.yaml")
+    write_yaml(params | {"gpu": "RTX 409"}, workspace / "params.yaml")
+    refused = run(workspace, "docker/run", "base", "vlm", code=1, DVC_ROOT=str(workspace), **set_gpus(workspace, *GPUS))
+    assert "no card is called 'RTX 409' (did you mean 'RTX 4090'" in refused
+    assert notes(workspace) == []
 
 
 @pytest.mark.parametrize(("stage", "name"), [("base", "vlm"), ("train", "r1-llm-only")])

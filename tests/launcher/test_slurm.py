@@ -33,7 +33,7 @@ FOLDERS = ("stages", "docker", "data/x")
 STAGE = DeclaredStage(
     name="train@r1", command="docker/run train r1", params=("seed", "tracking"), deps=FOLDERS, outs=()
 )
-ON_GPU = PARAMS.on("qwen2-vl-7b-48gb")
+ON_GPU = PARAMS.on("qwen2-vl-7b")
 RECIPE = "r1-llm-only"
 GIB = 2**30
 

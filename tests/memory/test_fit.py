@@ -130,6 +130,27 @@ def test_a_card_is_filled_with_the_fastest_settings(capacity_gib: float | None, 
     assert filled(capacity_gib) == changes
 
 
+@pytest.mark.parametrize(
+    ("how", "changes"),
+    [
+        ("auto", ("micro_batch 8 -> 1", "grad_accumulation 2 -> 16", "optimizer adamw_torch_fused -> adamw_8bit")),
+        ("fill", ("optimizer adamw_torch_fused -> adamw_8bit",)),
+    ],
+)
+def test_what_a_rung_frees_is_filled_again(how: str, changes: tuple[str, ...]) -> None:
+    """The ladder takes smaller micro-batches before smaller optimizer states; these leave room for larger ones."""
+
+    def predict(plan: Plan) -> Prediction:
+        states = 10 if plan.optimizer == "adamw_torch_fused" else 0
+        activations = plan.schedule.micro_batch * (1 if plan.gradient_checkpointing else 10)
+        return replace(predicted(10 + states + activations), flops=plan.schedule.micro_batch)
+
+    plan = plan_with(8, 2, gradient_checkpointing=True, optimizer="adamw_torch_fused")
+    fit = replace(start(20), plan=plan, prediction=predict(plan))
+    lowered = decide(fit, predict, how)
+    assert (lowered.changes, lowered.verdict) == (changes, "fits")
+
+
 def test_the_counted_work_of_checkpointing_decides_whether_it_is_worth_a_larger_micro_batch() -> None:
     smallest = ("micro_batch 2 -> 1", "grad_accumulation 8 -> 16", "gradient_checkpointing on -> off")
     assert filled(14, work=4.0) == smallest

@@ -41,7 +41,7 @@ def test_a_device_is_the_card_that_its_driver_names(device_name: str, name: str 
 def test_every_card_is_found_by_its_own_name_and_offers_less_than_it_is_sold_as() -> None:
     assert [named_card(card.name.lower()) for card in CARDS] == list(CARDS)
     assert all(0.9 < card.usable_gib / card.sold_gb < 1 for card in CARDS)
-    with pytest.raises(UserError, match=r"device\.card: .*'RTX 309'.*did you mean 'RTX 3090'"):
+    with pytest.raises(UserError, match=r"gpu: .*'RTX 309'.*did you mean 'RTX 3090'.*its size in GB"):
         named_card("RTX 309")
 
 

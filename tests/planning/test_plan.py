@@ -39,7 +39,7 @@ def test_every_recipe_resolves_on_every_profile_and_survives_the_file(profile: s
 
 
 def test_the_7b_profile_has_the_original_experiments_schedule() -> None:
-    plan = resolve_plan(PARAMS.on("qwen2-vl-7b-48gb"), "r1-llm-only", train_samples=1083)
+    plan = resolve_plan(PARAMS.on("qwen2-vl-7b"), "r1-llm-only", train_samples=1083)
     schedule = plan.schedule
     assert (schedule.micro_batch, schedule.grad_accumulation, schedule.effective_batch) == (2, 8, 16)
     assert schedule.num_steps == 3 * 68
@@ -65,7 +65,7 @@ def test_validations_are_a_share_of_the_steps_and_no_more_than_the_profile_allow
 
     assert [validation(PARAMS, samples).every_steps for samples in (1, 320, 3200)] == [1, 15, 150]
     assert (validation(PARAMS).samples, validation(PARAMS).score_samples) == (32, 8)
-    assert (validation(PARAMS.on("qwen2-vl-7b-48gb")).samples, validation(PARAMS).split) == (64, "val")
+    assert (validation(PARAMS.on("qwen2-vl-7b")).samples, validation(PARAMS).split) == (64, "val")
     set_aside = resolve_plan(PARAMS, "r1-llm-only", train_samples=320, has_selection=True).validation
     assert set_aside is not None
     assert set_aside.split == "selection"
@@ -83,8 +83,12 @@ def test_devices_share_the_effective_batch_where_each_has_a_process(placement: A
     spread = replace(with_changes(micro_batch=2, placement=placement).active, device=device)
     schedule = resolve_plan(replace(PARAMS, profiles={"tiny": spread}), "r1-llm-only", train_samples=10).schedule
     assert schedule.grad_accumulation == 2
-    balanced = resolve_plan(PARAMS.on("qwen2-vl-7b-2x48gb"), "r1-llm-only", train_samples=10).schedule
-    assert balanced.grad_accumulation == 8
+    two_gpus = replace(PARAMS.on("qwen2-vl-7b"), gpu=48, gpus=2)
+    profile = two_gpus.profiles["qwen2-vl-7b"]
+    layers_spread = replace(profile, memory=replace(profile.memory, placement="balanced"))
+    balanced = replace(two_gpus, profiles={"qwen2-vl-7b": layers_spread})
+    for params, accumulation in ((two_gpus, 4), (balanced, 8)):
+        assert resolve_plan(params, "r1-llm-only", train_samples=10).schedule.grad_accumulation == accumulation
 
 
 @given(
@@ -110,7 +114,7 @@ def test_a_profile_limits_the_epochs_of_longer_recipes() -> None:
     for name, on_tiny in (("amr-ptr", 8), ("r1-llm-only", 3)):
         schedule = resolve_plan(PARAMS, name, train_samples=32).schedule
         assert (schedule.epochs, schedule.num_steps) == (on_tiny, 2 * on_tiny)
-    assert resolve_plan(PARAMS.on("qwen25-7b-24gb"), "amr-ptr", train_samples=32).schedule.num_steps == 30
+    assert resolve_plan(PARAMS.on("qwen25-7b"), "amr-ptr", train_samples=32).schedule.num_steps == 30
 
 
 PLAN = resolve_plan(PARAMS, "r1-llm-only", train_samples=10)

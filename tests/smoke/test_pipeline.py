@@ -69,7 +69,6 @@ def test_two_processes_train_together_without_a_network(finished: Path, tmp_path
     workspace = copy_of(finished, tmp_path)
     ddp = (
         "++profiles.tiny.device.count=2",
-        "++profiles.tiny.memory.placement=ddp",
         "++recipes.r1-llm-only.max_steps=1",
     )
     dvc(workspace, "exp", "run", *(option for change in ddp for option in ("-S", change)), "train@r1-llm-only")

@@ -73,7 +73,7 @@ def test_job_shows_its_output_and_dvc_stores_its_results(workspace: Path) -> Non
 
 def test_stage_computes_on_the_gpu_that_slurm_assigned(workspace: Path) -> None:
     """Slurm's first GPU of a node is 0 whoever else has leased a GPU 0; the driver knows it by its UUID."""
-    set_params(workspace, profile="qwen2-vl-2b-24gb")
+    set_params(workspace, profile="qwen2-vl-2b", gpu=24)
     gpus = (Gpu(index=index, uuid=f"GPU-{index}", name="H100", used_bytes=0, total_bytes=2**36) for index in (0, 1))
     named = set_gpus(workspace, *gpus)["FAKE_NVML"]
     fake = workspace / "pynvml.py"

@@ -26,7 +26,7 @@ from tests.stage_runs import done, read_params, write_params, write_workspace
 from tools import plan as tool
 from tools.plan import available_data, available_inputs, root_base, same_source, trainable_recipes
 
-GPU_PROFILE = "qwen2-vl-2b-24gb"
+GPU_PROFILE = "qwen2-vl-2b"
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
 GEOMETRY = GEOMETRIES_DIR / "Qwen/Qwen2-VL-2B-Instruct"
 
@@ -36,6 +36,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The shipped recipes on a small model and small data, with a CPU and with a GPU; no network."""
     raw = read_params(ROOT / "params.yaml")
     raw["profiles"] = {name: raw["profiles"][name] for name in ("tiny", GPU_PROFILE)}
+    raw["profiles"][GPU_PROFILE]["device"]["memory_gb"] = 24
     for profile in raw["profiles"].values():
         profile["bases"]["vlm"] = "folder:data/tiny/qwen2-vl"
         profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
@@ -116,17 +117,17 @@ def test_other_values_are_tried_without_an_edit(workspace: Path, predicted: list
 def test_it_ends_with_the_command_that_runs_the_cheapest_change_that_fits(
     workspace: Path, predicted: list[Plan]
 ) -> None:
-    start, device = f"dvc exp run --temp -S profile={GPU_PROFILE}", f"profiles.{GPU_PROFILE}.device"
+    start = f"dvc exp run --temp -S profile={GPU_PROFILE}"
     text = answer(*on_gpu("r1-llm-only", "--gpu", "8"))
     assert "verdict   does not fit" in text
     assert "micro_batch 16 -> 4, grad_accumulation 1 -> 4: 4.00 GiB" in text
     auto = f"-S ++profiles.{GPU_PROFILE}.memory.fit=auto"
-    assert command(text) == f"{start} -S {device}.memory_gb=8 {auto} evaluate@r1-llm-only"
+    assert command(text) == f"{start} -S gpu=8 {auto} evaluate@r1-llm-only"
     text = answer(*on_gpu("r1-llm-only", "--gpu", "0.5"))
     assert "micro_batch 16 -> 1, grad_accumulation 1 -> 16" in text
     assert command(text) is None
     card = answer(*on_gpu("r1-llm-only", "--gpu", "rtx 3090"))
-    assert command(card) == f"{start} -S '++{device}.card=\"RTX 3090\"' evaluate@r1-llm-only"
+    assert command(card) == f"{start} -S 'gpu=\"RTX 3090\"' evaluate@r1-llm-only"
     assert command(answer(*on_gpu("r1-llm-only"))) == f"{start} evaluate@r1-llm-only"
 
 
@@ -155,6 +156,12 @@ def test_all_recipes_are_compared_and_no_plan_is_predicted_twice(workspace: Path
     assert (verdicts.count("fits"), verdicts.count("does not fit")) == (3, 1)
     assert sizes.split() == ["16.00", "GiB", "4.00", "GiB", "1.00", "GiB", "16.00", "GiB"]
     assert changes.split() == ["micro_batch", "4"]
+    cells = json.loads(answer(*on_gpu("r1-llm-only", "--all", "--gpu", "8,RTX 3090", "--json")))
+    assert [(cell["recipe"], cell["memory_gb"], cell["card"]) for cell in cells] == [
+        ("r1-llm-only", 8, None),
+        ("r1-llm-only", 24, "RTX 3090"),
+    ]
+    assert [cell["cheapest"] is None for cell in cells] == [False, True]
 
 
 def test_a_cpu_offers_the_machines_memory(
@@ -186,7 +193,7 @@ def test_with_base_and_data_it_predicts_what_the_plan_stage_does(workspace: Path
             ["r1-llm-only", "--set", "profiles.tiny.datasets.nutrition-tables.reader={catgory: cup}"],
             r"nutrition-tables\.reader\.catgory.*did you mean 'category'",
         ),
-        (["r1-llm-only", "--gpu", "24"], rf"profile tiny runs on a CPU.*{GPU_PROFILE}"),
+        (["r1-llm-only", "--gpu", "24"], rf"gpu: 24, though profile tiny runs on a CPU.*{GPU_PROFILE}"),
         (["r1-llm-only", "--set", "profiles.tiny.bases.vlm=folder:data/tiny/qwen2"], r"boxes.* the base is a qwen2$"),
         (
             ["amr-baseline", "--set", "profiles.tiny.bases.llm=folder:data/tiny/qwen2-vl"],
@@ -208,7 +215,7 @@ def test_a_wrong_question_is_refused(workspace: Path, arguments: list[str], mess
 @pytest.fixture
 def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
     """The 2B profile, in an empty folder."""
-    params = load_params(ROOT / "params.yaml").on(GPU_PROFILE)
+    params = replace(load_params(ROOT / "params.yaml").on(GPU_PROFILE), gpu=24)
     monkeypatch.chdir(tmp_path)
     return params
 
@@ -229,7 +236,8 @@ def test_the_geometry_of_every_shipped_base_is_known() -> None:
         assert recipes
         assert all((ROOT / available_inputs(params, recipe).config_dir / "config.json").is_file() for recipe in recipes)
     assert trainable_recipes(in_file) == list(in_file.recipes)
-    assert trainable_recipes(in_file.on("qwen25-7b-48gb")) == ["amr-baseline", "amr-ptr", "amr-mtup"]
+    chat = ["chat-lora", "chat-full"]
+    assert trainable_recipes(in_file.on("qwen25-7b")) == ["amr-baseline", "amr-ptr", "amr-mtup", *chat]
 
 
 def test_a_chain_of_recipes_and_a_build_has_the_base_at_its_root(params: Params) -> None:
@@ -271,7 +279,7 @@ def with_base(params: Params, source: str) -> Params:
 
 def test_an_unknown_repository_has_to_be_fetched_first(params: Params) -> None:
     unknown = with_base(params, f"hub:Nobody/Knows@{COMMIT}")
-    with pytest.raises(UserError, match=r"Nobody/Knows.*dvc exp run -S profile=qwen2-vl-2b-24gb base@vlm"):
+    with pytest.raises(UserError, match=r"Nobody/Knows.*dvc exp run -S profile=qwen2-vl-2b -S gpu=24 base@vlm"):
         available_inputs(unknown, "r1-llm-only")
     folder = built({"hub": "Nobody/Knows", "revision": COMMIT})
     assert available_inputs(unknown, "r1-llm-only").config_dir == folder

@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -63,12 +64,12 @@ def test_every_step_runs_once_after_those_that_it_waits_for_within_the_limits(da
 
 
 def test_gpus_are_those_of_the_machine_and_in_slurm_enough_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = load_params(ROOT / "params.yaml").on("qwen2-vl-7b-2x48gb")
+    params = replace(load_params(ROOT / "params.yaml").on("qwen2-vl-7b"), gpu=48, gpus=2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for num, expected in ((3, 3), (0, 1)):
         gpus = [Gpu(index=index, uuid=f"GPU-{index}", name="x") for index in range(num)]
         monkeypatch.setattr("tools.run.read_gpus", lambda gpus=gpus: gpus)
         assert num_gpus(params, jobs=4) == expected
-    assert num_gpus(params.on("tiny"), jobs=4) == 0
+    assert num_gpus(load_params(ROOT / "params.yaml"), jobs=4) == 0
     monkeypatch.setenv("BAKEOFF_PLACE", "slurm")
     assert num_gpus(params, jobs=4) == 8

@@ -50,10 +50,10 @@ DECIDING = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bit
 TIMEOUT_S = 900
 RESULTS_DIR = Path(".bakeoff/gpu")
 
-_7B = {"profile": "qwen25-7b-80gb", "recipe": "amr-baseline"}
-_VLM_7B = {"profile": "qwen2-vl-7b-48gb"}
-_VLM_2B = {"profile": "qwen2-vl-2b-24gb", "recipe": "r1-llm-only"}
-_MOE = {"profile": "moe-80gb", "recipe": "moe-finetune"}
+_7B = {"profile": "qwen25-7b", "recipe": "amr-baseline"}
+_VLM_7B = {"profile": "qwen2-vl-7b"}
+_VLM_2B = {"profile": "qwen2-vl-2b", "recipe": "r1-llm-only"}
+_MOE = {"profile": "moe", "recipe": "moe-finetune"}
 _TINY = {"profile": "tiny", "micro_batch": 2, "max_length": 96, "attn": "auto"}
 _LONG = {"micro_batch": 2, "max_length": 4096}
 _OPEN = {"gradient_checkpointing": False}

@@ -23,12 +23,15 @@ from stages.core.params.schema import (
     PartsParams,
     ProfileParams,
     RecipeParams,
+    has_bf16,
     recipe_of,
 )
 from stages.core.records import nearest, read_settings, refusal
 
 Problems = Iterator[tuple[str, str]]
 """Dotted paths and the problem of each."""
+
+A_GPU = """-S gpu=24, or -S 'gpu="RTX 4090"'"""
 
 
 def load_params(path: Path = Path("params.yaml"), *, changes: Iterable[str] = ()) -> Params:
@@ -68,7 +71,7 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
             found = f"{predictions.task}, though recipe {predictions.recipe} has the task {task}"
             yield f"predictions.{name}.task", found
     for name, profile in params.profiles.items():
-        yield from _profile(f"profiles.{name}", profile)
+        yield from _profile(f"profiles.{name}", params.active if name == params.profile else profile)
         if profile.evaluation.engine == "vllm" and not params.models.keep_merged:
             yield f"profiles.{name}.evaluation.engine", "vllm reads merged models; models.keep_merged leaves none"
 
@@ -80,11 +83,31 @@ def _unknown(lacking: str, name: str, known: Collection[str]) -> str:
 def _top_level(params: Params) -> Problems:
     if params.profile not in params.profiles:
         yield "profile", _unknown("profile is called", params.profile, params.profiles)
+    else:
+        yield from _device(params)
     if params.scored == "selection" and not params.data.selection:
         yield "scored", "is selection, but data.selection sets no samples aside; e.g. 0.15"
     datasets = params.profiles[params.profile].datasets.values() if params.profile in params.profiles else ()
     if params.scored == "test" and not any(dataset.splits.test for dataset in datasets):
         yield "scored", f"is test, but no dataset of profiles.{params.profile} has files below splits.test"
+
+
+def _device(params: Params) -> Problems:
+    """The active profile and the device that it gets from `gpu` and `gpus`."""
+    memory, device, here = params.active.memory, params.active.device, f"profiles.{params.profile}.memory"
+    if device.kind == "cpu":
+        on_gpu = ", ".join(name for name, profile in params.profiles.items() if profile.device.kind == "cuda")
+        for field in ("gpu", "gpus"):
+            if (value := getattr(params, field)) is not None:
+                found = f"{value:g}" if isinstance(value, float) else value
+                yield field, f"{found}, though profile {params.profile} runs on a CPU; on a GPU run: {on_gpu or 'none'}"
+    elif not device.is_known:
+        yield "gpu", f"missing, though profile {params.profile} runs on a GPU; give its size in GB or its name: {A_GPU}"
+    elif memory.precision == "bf16" and not has_bf16(device.card):
+        yield f"{here}.precision", f"bf16, which {device.card} does not compute in; set it to auto or fp16"
+    if (device.total == 1) != (memory.placement == "single") or (device.nodes > 1 and memory.placement == "balanced"):
+        nodes = f" on each of {device.nodes} nodes" if device.nodes > 1 else ""
+        yield f"{here}.placement", f"{memory.placement} with {device.count} device(s){nodes}; auto goes with any number"
 
 
 def _names(here: str, subject: RecipeParams | BaselineParams | BuildParams, params: Params) -> Problems:
@@ -161,8 +184,6 @@ def _profile(here: str, profile: ProfileParams) -> Problems:
         yield f"{here}.images.min_pixels", "larger than max_pixels"
     if evaluation.max_length is not None and evaluation.max_length <= evaluation.max_new_tokens:
         yield f"{here}.evaluation.max_length", "not more than max_new_tokens, which leaves no room for the question"
-    if evaluation.batch_size == "auto" and device.kind == "cuda" and not (device.memory_gb or device.card):
-        yield f"{here}.evaluation.batch_size", "auto needs device.memory_gb or device.card"
     for name, dataset in profile.datasets.items():
         yield from _dataset(f"{here}.datasets.{name}", dataset, profile.datasets)
 
@@ -179,9 +200,6 @@ def _memory(here: str, memory: MemoryParams, device: DeviceParams) -> Problems:
         yield f"{here}.optimizer", f"{memory.optimizer} cannot be sharded; take adamw_torch_fused"
     if memory.placement == "sharded" and memory.quantization != "none":
         yield f"{here}.quantization", "nf4 weights cannot be sharded; set it to none, or take placement ddp"
-    if (device.total > 1) != (memory.placement != "single") or (device.nodes > 1 and memory.placement == "balanced"):
-        nodes = f" on each of {device.nodes} nodes" if device.nodes > 1 else ""
-        yield f"{here}.placement", f"{memory.placement} with device.count {device.count}{nodes}"
 
 
 def _dataset(here: str, dataset: DatasetParams, datasets: dict[str, DatasetParams]) -> Problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
@@ -70,6 +71,15 @@ SbatchOption = Annotated[str, Field(pattern=rf"^--({SBATCH_OPTIONS})(=[^\s]{{0,9
 read files (--error, --export-file), which a params.yaml from a stranger may not; sbatch takes abbreviations too."""
 
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", re.IGNORECASE)
+_BEFORE_AMPERE = re.compile(r"\b(T4|V100|TITAN RTX|Quadro RTX|RTX 20\d\d)\b", re.IGNORECASE)
+
+
+def has_bf16(card: str | None) -> bool:
+    """Whether the GPU of that name computes in bf16, as NVIDIA's do from Ampere on; one without a name is taken to."""
+    return card is None or not _BEFORE_AMPERE.search(card)
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DeviceParams:
     kind: Literal["cpu", "cuda"]
@@ -78,15 +88,21 @@ class DeviceParams:
     nodes: Annotated[int, Field(ge=1, le=64)] = 1
     """Machines, each with `count` devices (docs/servers.md)."""
     memory_gb: Rate | None = None
-    """Memory of one device in GB. Null on a CPU: this machine's memory, which its processes share."""
+    """Memory of one device in GB, of a GPU as it is sold. Null on a CPU: this machine's memory, which its processes
+    share. The top-level `gpu` overrides it."""
     card: Text | None = None
     """The GPU by name, as in stages/planning/cards.py: its usable memory and multiprocessors then count, rather
-    than the least and the most that cards of memory_gb have."""
+    than the least and the most that cards of memory_gb have. The top-level `gpu` overrides it."""
 
     @property
     def total(self) -> int:
         """Devices of all machines."""
         return self.count * self.nodes
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the memory of the device is known: a CPU's, or that of a GPU by size or by name."""
+        return self.kind == "cpu" or self.card is not None or self.memory_gb is not None
 
     def one(self) -> DeviceParams:
         """One device, which merging and evaluation use."""
@@ -147,8 +163,9 @@ class ImageParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MemoryParams:
-    precision: Literal["fp32", "fp16", "bf16"]
-    """Precision of the arithmetic and of frozen weights. Trained weights are always fp32."""
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    """Precision of the arithmetic and of frozen weights. Trained weights are always fp32. auto: bf16 on a GPU, fp16 on
+    one whose name says that it has no bf16, fp32 on a CPU."""
     quantization: Literal["none"] | None = None
     """none: train every recipe on unquantized weights; null: as the recipe says."""
     micro_batch: Size
@@ -165,10 +182,10 @@ class MemoryParams:
     optimizer: Optimizer = "adamw_torch_fused"
     expandable_segments: bool = False
     """torch's allocator on a GPU maps memory page by page, which leaves hardly any gaps."""
-    placement: Literal["single", "ddp", "sharded", "balanced"] = "single"
+    placement: Literal["auto", "single", "ddp", "sharded", "balanced"] = "auto"
     """single: one process on one device. ddp: one process a device, each with the whole model. sharded: one process a
     device, each with its share of every weight, gradient and optimizer state (no nf4; a shardable optimizer). balanced:
-    one process with the layers spread over the devices."""
+    one process with the layers spread over the devices. auto: single on one device, ddp on several."""
     features_gb: Annotated[float, Field(ge=0, le=1e12)] = 50.0
     """Disk for image features, in GB: if vision tower and projector are frozen, features are computed once and kept in
     .bakeoff/features. With 0, or too little for a recipe, each step computes them."""
@@ -473,6 +490,11 @@ class ContainerParams:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Params:
     profile: Name
+    gpu: Rate | Text | None = None
+    """The GPU of a profile with `device.kind: cuda`: its size in GB, as cards are sold, or its name, e.g. 24, "24GB",
+    "RTX 4090". Null: as the profile's device says, e.g. a CPU."""
+    gpus: Annotated[int, Field(ge=1, le=256)] | None = None
+    """GPUs of one machine that a training uses. Null: the profile's device.count."""
     seed: Seed = 42
     """Seed of every training: order of samples, new weights, dropout. A recipe may have its own."""
     scored: Literal["val", "selection", "test"] = "val"
@@ -502,7 +524,22 @@ class Params:
 
     @property
     def active(self) -> ProfileParams:
-        return self.profiles[self.profile]
+        """The active profile with the device that `gpu` and `gpus` name, and what is `auto` for any device resolved."""
+        profile = self.profiles[self.profile]
+        device = replace(profile.device, count=self.gpus or profile.device.count)
+        if isinstance(self.gpu, str):
+            size = _SIZE.fullmatch(self.gpu)
+            named: dict[str, Any] = {"memory_gb": float(size[1])} if size else {"card": self.gpu}
+            device = replace(device, **{"memory_gb": None, "card": None} | named)
+        elif self.gpu is not None:
+            device = replace(device, memory_gb=self.gpu, card=None)
+        memory = profile.memory
+        if memory.precision == "auto":
+            on_gpu: Literal["bf16", "fp16"] = "bf16" if has_bf16(device.card) else "fp16"
+            memory = replace(memory, precision="fp32" if device.kind == "cpu" else on_gpu)
+        if memory.placement == "auto":
+            memory = replace(memory, placement="single" if device.total == 1 else "ddp")
+        return replace(profile, device=device, memory=memory)
 
     def on(self, profile: str) -> Params:
         """These params with another profile active."""
