@@ -24,7 +24,7 @@ from stages.core.tasks import load_task
 from stages.data.conversation import Conversation
 from stages.mixture.build import build_mixture
 from stages.models.folders import require_weights
-from stages.models.load import gpus_in_use, load_model, see_only
+from stages.models.load import gpus_in_use, limit_visible_gpus, load_model
 from stages.planning.memory_use import MemoryLog
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def main(name: str) -> None:
     configure_logging(f"build {name}")
     params = load_params()
     build, precision = params.build(name), params.active.memory.precision
-    see_only(device := params.active.device.one())
+    limit_visible_gpus(device := params.active.device.one())
     base_dir = Path("data") / build.base
     base = base_dir, verified_lineage(base_dir, fix=rebuild(made_by(build.base)))
     experts = {}

@@ -1,6 +1,6 @@
 """Compare the models of a task: which is best, by how much, and is the evidence enough to say so?
 
-Reads   data/report/TASK/runs/: the cards that `evaluate` wrote of each recipe and each untrained base
+Reads   data/report/TASK/runs/: what `evaluate` copied of each recipe and each untrained base
         data/report/TASK/memory/: the memory of the stages that made and evaluated them
         data/provenance/TASK/: the launcher's records of how they were made
 Writes  data/report/TASK/: index.html (self-contained), table.txt (what the terminal shows), comparison.md,

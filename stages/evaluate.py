@@ -38,8 +38,8 @@ from stages.models.certificate import certified_model
 from stages.planning.ladder import UNPLANNED_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
-from stages.planning.prediction import MemoryRecord, beside_measured, read_memory
-from stages.reporting.runs import FAILURE, cards_dir, write_card
+from stages.planning.prediction import MemoryRecord, prediction_metrics, read_memory
+from stages.reporting.runs import FAILURE, copy_to_report, report_runs_dir
 from stages.reporting.tracking import track_evaluation
 from stages.training.records import TrainingRecord
 
@@ -70,10 +70,10 @@ def main(name: str, attempt: int) -> None:
         write_examples(records, evaluation.rows, scoring, examples_dir)
     write_rows(evaluation.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
-    card_dir = cards_dir(Path("data"), task.name) / name
-    write_card(run_dir, card_dir, lineage=evaluation.lineage)
+    report_run_dir = report_runs_dir(Path("data"), task.name) / name
+    copy_to_report(run_dir, report_run_dir, lineage=evaluation.lineage)
     if evaluation.certificate:
-        evaluation.certificate.write(card_dir / CERTIFICATE_FILE)
+        evaluation.certificate.write(report_run_dir / CERTIFICATE_FILE)
     evaluation.memory.write("evaluate", name, task=task.name)
     log.info("%s: %s", name, summary(metrics, scoring))
     track_evaluation(params.tracking, name, metrics, run_dir / "examples", model=evaluation.lineage)
@@ -164,7 +164,7 @@ def memory_metrics(run_dir: Path, planned: MemoryRecord) -> dict[str, float]:
     if training.attempt:
         return {}
     on_cpu = training.memory_kind == "cpu_allocated"
-    return beside_measured(planned.prediction, training.peak_memory_bytes, on_cpu=on_cpu)
+    return prediction_metrics(planned.prediction, training.peak_memory_bytes, on_cpu=on_cpu)
 
 
 if __name__ == "__main__":

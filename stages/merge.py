@@ -31,7 +31,7 @@ from stages.core.records import published, rebuild
 from stages.core.tasks import load_task
 from stages.evaluation.answer import Answerer, batch_size_for
 from stages.evaluation.score import score_answers, summary
-from stages.models.load import gpus_in_use, load_model, see_only
+from stages.models.load import gpus_in_use, limit_visible_gpus, load_model
 from stages.models.merge import merge_certified, quantization_cost
 from stages.models.prompts import load_processor, takes
 from stages.planning.ladder import UNPLANNED_BATCH_SIZE
@@ -52,7 +52,7 @@ log = logging.getLogger("stages")
 def main(recipe: str, attempt: int) -> None:
     configure_logging(f"merge {recipe}")
     plan, params = read_plan(recipe), load_params()
-    see_only(device := plan.device.one())
+    limit_visible_gpus(device := plan.device.one())
     base_dir, run_dir = Path(plan.base_dir), Path("data/runs") / recipe
     trained_dir = run_dir / "trained"
     trained_lineage, base_lineage = require_base(

@@ -21,7 +21,7 @@ from stages.core.provenance import records_dir
 from stages.models.certificate import QuantizationCost
 from stages.publish import publish_run
 from stages.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, sign, signing_key, statement
-from stages.reporting.runs import cards_dir, write_card
+from stages.reporting.runs import copy_to_report, report_runs_dir
 from tests import ROOT
 from tests.made_up_records import CERTIFICATE, PROVENANCE
 from tests.made_up_runs import made_up_ious, project_params, write_made_up_run
@@ -56,8 +56,8 @@ def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None
     )
     quantized = replace(CERTIFICATE, trained_quantization="nf4", quantization_cost=cost)
     replace(quantized, recipe=RUN, merged_digest=merged.digest).write(run_dir / "merge.json")
-    write_card(run_dir, cards_dir(data_dir, "detection") / RUN, lineage=merged)
-    write_made_up_run(cards_dir(data_dir, "detection"), "base-vlm", made_up_ious(0.2, 40, seed=2))
+    copy_to_report(run_dir, report_runs_dir(data_dir, "detection") / RUN, lineage=merged)
+    write_made_up_run(report_runs_dir(data_dir, "detection"), "base-vlm", made_up_ious(0.2, 40, seed=2))
     write_records(folder)
     return folder
 

@@ -82,7 +82,7 @@ def write_made_up_run(
     if params is not None:
         _write_training(run_dir, name, params)
     write_lineage(run_dir, kind="base", name=name)
-    (run_dir / LINEAGE_FILE).rename(run_dir / MODEL_LINEAGE_FILE)  # as a card has it
+    (run_dir / LINEAGE_FILE).rename(run_dir / MODEL_LINEAGE_FILE)  # as a report has it
     return run_dir
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from stages.compare import compare_task
 from stages.core.errors import UserError
 from stages.reporting.page import render_page
-from stages.reporting.runs import cards_dir
+from stages.reporting.runs import report_runs_dir
 from stages.tasks.detection.report import REPORT
 from tests.made_up_runs import (
     made_up_ious,
@@ -39,7 +39,7 @@ def write_runs(data_dir: Path, *, leave_out: tuple[str, ...] = ()) -> None:
             continue
         trained = name in params.recipes
         ious = made_up_ious(mean, 50, seed=seed)
-        write_made_up_run(cards_dir(data_dir, "detection"), name, ious, params=params if trained else None)
+        write_made_up_run(report_runs_dir(data_dir, "detection"), name, ious, params=params if trained else None)
         for stage in ("train", "merge", "evaluate") if trained else ("evaluate",):
             write_made_up_memory(data_dir, "detection", made_up_memory(stage, name))
 
@@ -228,7 +228,7 @@ def test_runs_that_cannot_be_compared_are_refused(
     for name, num_samples, profile in runs:
         params = replace(project_params(), profile=profile)
         ious = made_up_ious(0.5, num_samples, seed=1)
-        write_made_up_run(cards_dir(tmp_path, "detection"), name, ious, params=params)
+        write_made_up_run(report_runs_dir(tmp_path, "detection"), name, ious, params=params)
     with pytest.raises(UserError, match=problem):
         run_compare(tmp_path)
     assert not (tmp_path / "report/detection/index.html").exists()

@@ -19,7 +19,7 @@ from stages.data.prepared import read_origin
 from stages.mixture.certificate import BuildCertificate
 from stages.models.certificate import require_certificate
 from stages.planning.plan import read_plan
-from stages.planning.prediction import MemoryRecord, beside_measured
+from stages.planning.prediction import MemoryRecord, prediction_metrics
 from stages.training.records import TrainingRecord
 from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.made_up_records import BUILD_CERTIFICATE, CERTIFICATE, PROVENANCE, TRAINING
@@ -60,7 +60,7 @@ def use_plan(path: Path) -> None:
 
 def use_memory(path: Path) -> None:
     record = MemoryRecord.read(path, fix="dvc repro plan@r1")
-    assert beside_measured(record.prediction, 2**30, on_cpu=True)
+    assert prediction_metrics(record.prediction, 2**30, on_cpu=True)
 
 
 def use_lineage(path: Path) -> None:

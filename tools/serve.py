@@ -23,7 +23,7 @@ from stages.core.records import rebuild
 from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate
 from stages.evaluation.vllm.environment import WORKER, engine_options, installed
 from stages.models.certificate import certified_model
-from stages.reporting.runs import cards_dir, evaluation_stage
+from stages.reporting.runs import evaluation_stage, report_runs_dir
 
 log = logging.getLogger("stages")
 
@@ -46,7 +46,7 @@ def main(name: str, port: int) -> None:
 
 def require_certificate(params: Params, name: str, *, model: str, engine: str) -> EngineCertificate:
     """The engine's certificate for these weights on this device. Raises UserError if there is none."""
-    path = cards_dir(Path("data"), params.subject(name).task) / name / CERTIFICATE_FILE
+    path = report_runs_dir(Path("data"), params.subject(name).task) / name / CERTIFICATE_FILE
     stage = evaluation_stage(name, trained=name in params.recipes)
     by_vllm = params.active.evaluation.engine == "vllm"
     fix = rebuild(stage) if by_vllm else f"dvc exp run -S ++profiles.{params.profile}.evaluation.engine=vllm {stage}"

@@ -24,7 +24,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import EvaluationParams, ProfileParams
 from stages.data.conversation import Conversation
-from stages.models.load import gpus_in_use, see_only
+from stages.models.load import gpus_in_use, limit_visible_gpus
 from stages.models.merge import load_certified
 from stages.models.prompts import Processor, encode, load_processor, samples_for, tokenizer_of
 from stages.planning.ladder import lowered_batch_size, prefill_batch_size
@@ -98,7 +98,7 @@ def load_answerer(
     samples: of the task. Raises UserError for a model that the task does not have.
     """
     device, precision, attn = profile.device.one(), profile.memory.precision, profile.memory.attn
-    see_only(device)
+    limit_visible_gpus(device)
     memory = MemoryLog(gpus_in_use(device))
     model = load_certified(model_dir, device=device, precision=precision, attn=attn).eval()
     memory.loaded()

@@ -171,7 +171,7 @@ def resolve_attention(attn: str, device: DeviceParams, precision: str, *, paddin
     return sdpa if attn in ("auto", "sdpa") else attn
 
 
-def see_only(device: DeviceParams) -> None:
+def limit_visible_gpus(device: DeviceParams) -> None:
     """Hide all GPUs but the first `device.count` of those that may be used; before CUDA starts.
 
     transformers' Trainer would split batches over every GPU that it sees, and device_map spread layers over them.

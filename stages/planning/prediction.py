@@ -105,7 +105,7 @@ def read_memory(recipe: str) -> MemoryRecord:
     return MemoryRecord.read(Path("data/runs") / recipe / "memory.json", fix=rebuild(f"plan@{recipe}"))
 
 
-def beside_measured(prediction: Prediction, measured_bytes: int, *, on_cpu: bool) -> dict[str, float]:
+def prediction_metrics(prediction: Prediction, measured_bytes: int, *, on_cpu: bool) -> dict[str, float]:
     """Metrics: predicted and measured peak of all tensors, and the relative error.
 
     On a CPU the two passes are measured, and not the optimizer's step (`cpu_peak` in internals/torch_internals.py).

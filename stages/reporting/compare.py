@@ -19,11 +19,11 @@ from stages.planning.memory_use import stage_memory_path
 from stages.reporting.evidence import Difference, Score, as_family, difference, least_p, score
 from stages.reporting.runs import (
     Run,
-    cards_dir,
     different_models,
     evaluation_stage,
     read_run,
     refuse_different_samples,
+    report_runs_dir,
 )
 
 _BEST = "the best"
@@ -312,7 +312,7 @@ def read_contenders(params: Params, report: TaskReport, data_dirs: Sequence[Path
 def read_task_run(params: Params, report: TaskReport, name: str, data_dir: Path) -> Run | None:
     """The run of a recipe or a baseline of the report's task, or None if it has not been evaluated."""
     return read_run(
-        cards_dir(data_dir, report.task) / name,
+        report_runs_dir(data_dir, report.task) / name,
         identity=report.identity,
         columns=report.columns,
         trained=name in params.recipes,

@@ -1,7 +1,7 @@
-"""Runs that a report compares: the card that an evaluation leaves of each, and how the report reads it.
+"""Runs that a report compares: the small files that an evaluation copies to the report, and how they are read.
 
-A card has the light files of a run, below the report of its task. A report depends on one folder of cards, so that a
-new recipe joins its comparison without being listed anywhere.
+They lie below the report of the task, a folder a run. A report depends on all of them together, so that a new recipe
+joins its comparison without being listed anywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CURVES = {
     "validation score": "training/plots/metrics/validation/score.tsv",
 }
 """Files by figure, written by a training (training/records.py)."""
-CARD_FILES = (
+REPORT_FILES = (
     "merge.json",
     "metrics.json",
     EXAMPLES_DIR,
@@ -51,7 +51,7 @@ CARD_FILES = (
     *CURVES.values(),
     "training/training.json",
 )
-"""Files and folders of a run that its card has; a baseline has no plan and no training."""
+"""Files and folders of a run that a report reads; a baseline has no plan and no training."""
 
 Figure: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Annotated[float, Field(allow_inf_nan=False)] | str
 """A metric in metrics.json."""
@@ -96,15 +96,15 @@ class Run:
     """Records of the stages that made it, as far as there are any."""
 
 
-def cards_dir(data_dir: Path, task: str) -> Path:
+def report_runs_dir(data_dir: Path, task: str) -> Path:
     return data_dir / "report" / task / "runs"
 
 
-def write_card(run_dir: Path, card_dir: Path, *, lineage: Lineage) -> None:
-    """Copy CARD_FILES of a run, in the layout of the run folder, and write the lineage of what was evaluated."""
-    with published(card_dir) as folder:
+def copy_to_report(run_dir: Path, report_run_dir: Path, *, lineage: Lineage) -> None:
+    """Copy REPORT_FILES of a run, in the layout of the run folder, and write the lineage of what was evaluated."""
+    with published(report_run_dir) as folder:
         (folder / MODEL_LINEAGE_FILE).write_text(lineage_text(lineage), encoding="utf-8")
-        for name in CARD_FILES:
+        for name in REPORT_FILES:
             source, target = run_dir / name, folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():

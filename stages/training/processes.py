@@ -15,7 +15,7 @@ from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.params.schema import DeviceParams
 from stages.core.signals import ENDING, GRACE_S, end_with_own_parent, handled_signals
 from stages.internals.torch_internals import expand_segments
-from stages.models.load import see_only
+from stages.models.load import limit_visible_gpus
 from stages.planning.plan import Plan
 from stages.training.kernels import prepare_kernels
 from stages.training.randomness import seed_everything
@@ -38,7 +38,7 @@ def set_up(plan: Plan) -> None:
     """
     if is_worker():
         end_with_own_parent()
-    see_only(plan.device)
+    limit_visible_gpus(plan.device)
     if plan.expandable_segments and plan.on_gpu:
         expand_segments()
     prepare_kernels(plan)

@@ -15,7 +15,7 @@ from stages.memory.calibration import load_calibration
 from stages.memory.fit import Fit, cheapest_fit, decide, duration, fastest_fit, fitting_batch_size
 from stages.planning.ladder import changes_between, rungs
 from stages.planning.plan import Plan
-from stages.planning.prediction import MemoryRecord, Prediction, beside_measured
+from stages.planning.prediction import MemoryRecord, Prediction, prediction_metrics
 from tests.planning.test_ladder import plan_with
 
 GIB = 2**30
@@ -187,10 +187,10 @@ def test_a_record_comes_back_as_it_was_written(capacity_gib: float | None, tmp_p
 def test_measured_and_predicted_are_of_the_same_phases_and_an_error_is_not_lost_in_rounding() -> None:
     """A CPU's measurement has no optimizer step. Half a megabyte, and one hundredth more."""
     step = replace(predicted(3), phases={"load": GIB, "forward": GIB, "backward": 2 * GIB, "step": 3 * GIB})
-    assert beside_measured(step, 2 * GIB, on_cpu=True)["memory_error"] == 0
-    assert beside_measured(step, 3 * GIB, on_cpu=False)["memory_error"] == 0
+    assert prediction_metrics(step, 2 * GIB, on_cpu=True)["memory_error"] == 0
+    assert prediction_metrics(step, 3 * GIB, on_cpu=False)["memory_error"] == 0
     half = replace(predicted(1), allocated_bytes=500_000)
-    assert beside_measured(half, 505_000, on_cpu=False)["memory_error"] == -0.0099
+    assert prediction_metrics(half, 505_000, on_cpu=False)["memory_error"] == -0.0099
 
 
 def test_a_training_takes_its_counted_arithmetic_at_a_share_of_the_cards_peak() -> None:

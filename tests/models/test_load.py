@@ -19,12 +19,12 @@ from stages.internals.torch_internals import expand_segments
 from stages.models.kernels import PACKED
 from stages.models.load import (
     balanced_gpus,
+    limit_visible_gpus,
     load_config,
     load_model,
     meta_model,
     nf4_config,
     resolve_attention,
-    see_only,
 )
 from stages.planning.plan import Plan
 from tests import ROOT
@@ -62,7 +62,7 @@ def test_a_process_sees_only_its_profiles_gpus(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if allowed:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
-    see_only(device)
+    limit_visible_gpus(device)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stages.core.params import load_params
-from stages.reporting.runs import cards_dir
+from stages.reporting.runs import report_runs_dir
 from tests import ROOT
 from tests.made_up_runs import made_up_ious, write_made_up_run
 from tests.stage_runs import read_params, write_workspace
@@ -34,7 +34,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     params = load_params()
     for seed, (name, mean) in enumerate({"base-vlm": 0.2, "r1-llm-only": 0.6, "r4-joint": 0.8}.items()):
         trained = params if name in params.recipes else None
-        write_made_up_run(cards_dir(Path("data"), "detection"), name, made_up_ious(mean, 40, seed=seed), params=trained)
+        write_made_up_run(
+            report_runs_dir(Path("data"), "detection"), name, made_up_ious(mean, 40, seed=seed), params=trained
+        )
     return tmp_path
 
 

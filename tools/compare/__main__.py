@@ -1,6 +1,6 @@
 """Compare recipes over several seeds, or choose settings for them: one experiment of DVC each. Behind `make compare`.
 
-Reads   the cards of a task's runs in the workspace and in the experiments of HEAD, or in those that are named
+Reads   the runs of a task in the workspace and in the experiments of HEAD, or in those that are named
         (experiments, branches, tags, commits, `workspace`), and what the launcher recorded of them
 Writes  data/report/TASK/over-seed/, the same files as the comparison of one workspace; with --over nothing
 Run     python -m tools.compare detection
@@ -85,8 +85,10 @@ def refuse_unknown_metrics(params: Params) -> None:
         reported = [module.REPORT.metrics] if hasattr(module, "REPORT") else module.METRICS.values()
         ranking |= {metrics[0].key for metrics in reported}
     if unknown := [name for name in params.compare.matters if name not in ranking]:
-        found = {f"compare.matters.{name}": f"ranks the recipes of no task{nearest(name, ranking)}" for name in unknown}
-        raise refusal(Path("params.yaml"), found)
+        raise refusal(
+            Path("params.yaml"),
+            {f"compare.matters.{name}": f"ranks the recipes of no task{nearest(name, ranking)}" for name in unknown},
+        )
 
 
 def compare_experiments(
@@ -185,7 +187,12 @@ def choose_settings(
     with tempfile.TemporaryDirectory() as folder:
         found, left_out = comparable(task, names, Path(folder), varied=pattern)
         ranked = candidates(found, params, report, pattern)
-        facts = [fact for each in found for fact in conditions(each, task, list(ranked)).items()]
+        shares = {
+            value
+            for each in found
+            for condition, value in conditions(each, task, list(ranked)).items()
+            if condition.setting == "data.selection"
+        }
     console.print(terminal_table(candidates_table(ranked, report)))
     if left_out:
         console.print(Text(f"{left_out_words(left_out)}."), soft_wrap=True)
@@ -194,7 +201,7 @@ def choose_settings(
         f"-S {shlex.quote(f'++{setting}')}" for (settings, _), *_ in ranked.values() for setting in settings
     )
     # With another share set aside, recipes would train on other samples.
-    share = ", ".join(sorted({value for fact, value in facts if fact.endswith(": data.selection")}))
+    share = ", ".join(sorted(shares))
     command = f"dvc exp run --queue {best} -S data.selection={share} -S scored=val -S 'seed=42,43,44' compare@{task}"
     console.print(Text(f"Train the chosen settings: {command}"), soft_wrap=True)
 
@@ -207,16 +214,16 @@ def candidates(
     pattern: of the varied settings, with * for any name.
     Raises UserError if none was scored on the selection split, or not all on the same samples.
     """
-    found: dict[str, dict[tuple[str, ...], list[Run]]] = {}
+    runs_of: dict[str, dict[tuple[str, ...], list[Run]]] = {}
     for recipe in (name for name, each in params.recipes.items() if each.task == report.task):
         for experiment in experiments:
             run = read_task_run(params, report, recipe, experiment.data_dir)
-            if run and run.metrics.get("split") == SELECTION:  # other recipes have cards of the validation split
-                facts = conditions(experiment, report.task, [recipe])
-                settings = {fact.partition(": ")[2]: value for fact, value in facts.items()}
+            if run and run.metrics.get("split") == SELECTION:  # other recipes were scored on the validation split
+                by_condition = conditions(experiment, report.task, [recipe])
+                settings = {condition.setting: value for condition, value in by_condition.items()}
                 varied = sorted(f"{path}={value}" for path, value in settings.items() if fnmatchcase(path, pattern))
-                found.setdefault(recipe, {}).setdefault(tuple(varied), []).append(run)
-    runs = [run for by_settings in found.values() for same in by_settings.values() for run in same]
+                runs_of.setdefault(recipe, {}).setdefault(tuple(varied), []).append(run)
+    runs = [run for by_settings in runs_of.values() for same in by_settings.values() for run in same]
     if not runs:
         raise UserError(
             "no model was scored on the selection split; a choice by the samples of a report would bias the report; "
@@ -224,7 +231,7 @@ def candidates(
         )
     refuse_different_samples(runs)
     ranked = {}
-    for recipe, by_settings in found.items():
+    for recipe, by_settings in runs_of.items():
         scored = [
             (
                 settings,
@@ -255,18 +262,18 @@ def candidates_table(ranked: Mapping[str, Sequence[Candidate]], report: TaskRepo
     )
     rows = []
     for recipe, by_rank in ranked.items():
-        for rank, (settings, found) in enumerate(by_rank):
+        for rank, (settings, scored) in enumerate(by_rank):
             shown = ", ".join(setting.removeprefix(f"recipes.{recipe}.") for setting in settings)
-            figures = (found.mean, found.interval, len(found.by_training))
-            rows.append(Row(cells=(recipe, shown, *figures, "" if rank else "chosen"), emphasised=rank == 0))
+            cells = (recipe, shown, scored.mean, scored.interval, len(scored.by_training), "" if rank else "chosen")
+            rows.append(Row(cells=cells, emphasised=rank == 0))
     return Table(columns=columns, rows=tuple(rows))
 
 
 def _missing_words(experiments: Sequence[Experiment], task: str, names: Sequence[str]) -> list[str]:
     """A sentence for each recipe that some of the experiments lack, and for each that params.yaml does not have."""
     evaluated = {each.name: each.evaluated(task) for each in experiments}
-    ever = dict.fromkeys(name for found in evaluated.values() for name in found)
-    missing = {name: [each for each, found in evaluated.items() if name not in found] for name in ever}
+    ever = dict.fromkeys(name for names in evaluated.values() for name in names)
+    missing = {name: [each for each, names in evaluated.items() if name not in names] for name in ever}
     return [
         *(f"{name} was not evaluated in {', '.join(missing[name])}." for name in names if missing.get(name)),
         *(f"{name} was evaluated, but is not in params.yaml: left out." for name in ever if name not in names),

@@ -1,4 +1,4 @@
-"""Experiments of DVC as folders: the cards of a task's runs in each, and the conditions under which they were made."""
+"""Experiments of DVC as folders: the runs of a task in each, and the conditions under which they were made."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from ruamel.yaml import YAML
 
@@ -19,7 +20,7 @@ from stages.core.errors import UserError, join_truncated, listed
 from stages.core.lineage import short
 from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
 from stages.planning.memory_use import stage_memory_path
-from stages.reporting.runs import cards_dir
+from stages.reporting.runs import report_runs_dir
 from stages.reporting.sections import flattened
 
 WORKSPACE = "workspace"
@@ -33,11 +34,26 @@ _SOURCES = ("base", "prepare")
 """Stages with outputs that also come from outside the pipeline."""
 
 
+class Condition(NamedTuple):
+    """One of the things that scores depend on."""
+
+    kind: Literal["setting of", "code of", "inputs of", "record of", "package", "file"]
+    subject: str
+    """A stage, or a run with its record; a package; a file that no stage makes, by its path."""
+    setting: str = ""
+    """Dotted path in params.yaml."""
+
+    def __str__(self) -> str:
+        if self.setting:
+            return f"{self.subject}: {self.setting}"
+        return self.subject if self.kind == "file" else f"{self.kind} {self.subject}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     name: str
     data_dir: Path
-    """Has the layout of a workspace's data/, with the cards of a task and the launcher's records."""
+    """Has the layout of a workspace's data/, with the runs of a task and the launcher's records."""
 
     @cached_property
     def records(self) -> dict[str, Provenance]:
@@ -46,13 +62,15 @@ class Experiment:
         return {record.stage: record for record in map(read_provenance, paths)}
 
     def evaluated(self, task: str) -> list[str]:
-        """The recipes and baselines that have a card."""
-        return sorted(path.parent.name for path in cards_dir(self.data_dir, task).glob("*/metrics.json"))
+        """The recipes and baselines that were evaluated."""
+        return sorted(path.parent.name for path in report_runs_dir(self.data_dir, task).glob("*/metrics.json"))
 
     def on_selection(self, task: str) -> bool:
         """Whether its models were scored on the samples that settings are chosen by."""
-        facts = conditions(self, task).items()
-        return any(fact.endswith(": scored") and value == f'"{SELECTION}"' for fact, value in facts)
+        return any(
+            condition.setting == "scored" and value == f'"{SELECTION}"'
+            for condition, value in conditions(self, task).items()
+        )
 
 
 def comparable(
@@ -65,24 +83,24 @@ def comparable(
     Raises UserError if those named do not compare.
     """
     revisions, left_out = ({name: name for name in names}, {}) if names else named_revisions()
-    found = [fetch(name, revision, task, folder) for name, revision in revisions.items()]
-    left_out |= {each.name: f"no model of task {task}" for each in found if not each.evaluated(task)}
+    fetched = [fetch(name, revision, task, folder) for name, revision in revisions.items()]
+    left_out |= {each.name: f"no model of task {task}" for each in fetched if not each.evaluated(task)}
     if varied and not names:
-        left_out |= {each.name: "not scored on the selection split" for each in found if not each.on_selection(task)}
-    found = [each for each in found if each.name not in left_out]
-    if names and (differing := unlike(found, task, varied)):
+        left_out |= {each.name: "not scored on the selection split" for each in fetched if not each.on_selection(task)}
+    compared = [each for each in fetched if each.name not in left_out]
+    if names and (differing := unlike(compared, task, varied)):
         lines = [
-            f"{fact}: " + "; ".join(f"{value} ({', '.join(having)})" for value, having in by_value.items())
-            for fact, by_value in differing.items()
+            f"{condition}: " + "; ".join(f"{value} ({', '.join(having)})" for value, having in by_value.items())
+            for condition, by_value in differing.items()
         ]
         raise UserError(
             f"these experiments differ in more than {varied or 'the seed'}, which may explain a difference of their "
             f"scores:\n{listed(lines, 5)}"
         )
-    for other in found[1:]:
-        if differing := unlike([found[0], other], task, varied):
-            left_out[other.name] = f"unlike {found[0].name} in {join_truncated([*differing])}"
-    return [each for each in found if each.name not in left_out], left_out
+    for other in compared[1:]:
+        if differing := unlike([compared[0], other], task, varied):
+            left_out[other.name] = f"unlike {compared[0].name} in {join_truncated(list(map(str, differing)))}"
+    return [each for each in compared if each.name not in left_out], left_out
 
 
 def left_out_words(reasons: Mapping[str, str]) -> str:
@@ -131,7 +149,10 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
         lock = YAML(typ="safe").load(files.read_text("dvc.lock"))["stages"] if files.exists("dvc.lock") else {}
         made = [Path(output["path"]) for entry in lock.values() for output in entry.get("outs", [])]
         for path in made:  # an output of a stage that has not run cannot be copied, nor a folder that it is in
-            if any(path.is_relative_to(folder) for folder in (cards_dir(data, task), Path(PROVENANCE_DIR), memory_dir)):
+            if any(
+                path.is_relative_to(folder)
+                for folder in (report_runs_dir(data, task), Path(PROVENANCE_DIR), memory_dir)
+            ):
                 target = data_dir / path.relative_to(data)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 files.get(path.as_posix(), str(target), recursive=True)
@@ -142,32 +163,31 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
     return Experiment(name=name, data_dir=data_dir)
 
 
-def unlike(experiments: Sequence[Experiment], task: str, varied: str | None = None) -> dict[str, dict[str, list[str]]]:
-    """The conditions that are not the same in all experiments, apart from seeds: by fact, the names by its value.
+def unlike(
+    experiments: Sequence[Experiment], task: str, varied: str | None = None
+) -> dict[Condition, dict[str, list[str]]]:
+    """The conditions that are not the same in all experiments, apart from seeds: the experiments' names by its value.
 
     varied: pattern of the settings that are meant to differ too. A recipe that an experiment lacks is no difference.
     """
-    found: dict[str, dict[str, list[str]]] = {}
+    names: dict[Condition, dict[str, list[str]]] = {}
     for experiment in experiments:
-        for fact, value in conditions(experiment, task).items():
-            setting = fact.partition(": ")[2]
+        for condition, value in conditions(experiment, task).items():
+            setting = condition.setting
             if setting != SEED and not (setting and varied and fnmatchcase(setting, varied)):
-                found.setdefault(fact, {}).setdefault(value, []).append(experiment.name)
-    return {fact: by_value for fact, by_value in found.items() if len(by_value) > 1}
+                names.setdefault(condition, {}).setdefault(value, []).append(experiment.name)
+    return {condition: by_value for condition, by_value in names.items() if len(by_value) > 1}
 
 
-def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = None) -> dict[str, str]:
-    """Settings, code, data and packages behind the cards of a task, or behind those of some recipes.
-
-    Keys: `STAGE: SETTING`, `code of STAGE` and `inputs of STAGE` for every stage behind a card; the path of every input
-    that no stage makes, with its digest; `package NAME`.
-    """
-    records, facts, seen = experiment.records, {}, set()
+def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = None) -> dict[Condition, str]:
+    """Settings, code, data and packages of every stage behind the runs of a task, or behind those of some recipes."""
+    records, seen = experiment.records, set()
+    values: dict[Condition, str] = {}
     made = {path: stage for stage, record in records.items() for path in record.outputs}
     waiting = []
     for name in experiment.evaluated(task) if names is None else names:
         evaluations = [stage for kind in _EVALUATIONS if (stage := f"{kind}@{name}") in records]
-        facts[f"record of {name}"] = "yes" if evaluations else "none"
+        values[Condition("record of", name)] = "yes" if evaluations else "none"
         waiting += evaluations
     while waiting:
         stage = waiting.pop()
@@ -175,19 +195,19 @@ def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = 
             continue
         seen.add(stage)
         record = records[stage]
-        facts |= {f"{stage}: {path}": json.dumps(value, ensure_ascii=False) for path, value in flattened(record.params)}
-        facts |= (
-            {f"package {name}": version for name, version in record.machine.packages.items()} if record.machine else {}
-        )
-        facts |= {f"code of {stage}": short(record.code), f"inputs of {stage}": "as made"}
+        for path, value in flattened(record.params):
+            values[Condition("setting of", stage, path)] = json.dumps(value, ensure_ascii=False)
+        if record.machine:
+            values |= {Condition("package", name): version for name, version in record.machine.packages.items()}
+        values |= {Condition("code of", stage): short(record.code), Condition("inputs of", stage): "as made"}
         outside = record.outputs if stage.partition("@")[0] in _SOURCES else {}
         for path, digest in record.inputs.items():
             maker = next((made[each] for each in made if path == each or path.startswith(f"{each}/")), None)
             if maker is None:
                 outside = {**outside, path: digest}
             elif records[maker].outputs.get(path, digest) != digest:
-                facts[f"inputs of {stage}"] = f"{path} was replaced since"
+                values[Condition("inputs of", stage)] = f"{path} was replaced since"
             else:
                 waiting.append(maker)
-        facts |= {path: short(digest) for path, digest in outside.items()}
-    return dict(sorted(facts.items()))
+        values |= {Condition("file", path): short(digest) for path, digest in outside.items()}
+    return dict(sorted(values.items(), key=lambda item: str(item[0])))

@@ -1,4 +1,4 @@
-"""`python -m tools.compare` over experiments that are folders of cards, and one that DVC made."""
+"""`python -m tools.compare` over experiments that are folders of runs, and one that DVC made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from stages.core.errors import UserError
 from stages.core.provenance import records_dir
-from stages.reporting.runs import cards_dir, evaluation_stage
+from stages.reporting.runs import evaluation_stage, report_runs_dir
 from tests import ROOT
 from tests.made_up_records import PROVENANCE
 from tests.made_up_runs import (
@@ -34,13 +34,13 @@ MEANS = {name: OF_STORY.get(name, 0.4) for name in names_of("detection")}
 def write_experiment(
     folder: Path, seed: int, *, leave_out: tuple[str, ...] = (), base: str = "ba5e" * 16
 ) -> Experiment:
-    """Cards and records of a whole comparison under a seed; the base is the same under each."""
+    """Runs and records of a whole comparison under a seed; the base is the same under each."""
     params = replace(project_params(), seed=seed)
     for number, (name, mean) in enumerate(MEANS.items()):
         if name not in leave_out:
             trained = name in params.recipes
             ious = made_up_ious(mean, 60, seed=10 * seed + number if trained else number)
-            write_made_up_run(cards_dir(folder, "detection"), name, ious, params=params if trained else None)
+            write_made_up_run(report_runs_dir(folder, "detection"), name, ious, params=params if trained else None)
             evaluation = evaluation_stage(name, trained=trained)
             write_made_up_record(folder, evaluation, inputs={"data/bases/vlm": base}, params={"seed": seed})
     return Experiment(name=folder.name, data_dir=folder)
@@ -68,7 +68,7 @@ def test_recipes_are_compared_over_the_seeds_of_the_experiments(run: Any, tmp_pa
         write_experiment(tmp_path / f"exp-{seed}", seed, leave_out=("r1-llm-only",) if seed == 45 else ())
         for seed in (42, 43, 44, 45)
     ]
-    plan = cards_dir(tmp_path / "exp-45", "detection") / "r2-vision-only/plan.yaml"
+    plan = report_runs_dir(tmp_path / "exp-45", "detection") / "r2-vision-only/plan.yaml"
     plan.write_text(plan.read_text().replace("recipe: r2-vision-only", "recipe: r0-renamed"))
     plan.parent.rename(plan.parent.with_name("r0-renamed"))
     output = run(experiments)
@@ -118,7 +118,7 @@ def test_one_seed_is_refused(run: Any, tmp_path: Path) -> None:
     assert "only one seed was run, in exp-a, exp-b" in run(twice)
     for each, mean in zip(twice, (0.7, 0.6), strict=True):
         ious = made_up_ious(mean, 60, seed=5)
-        write_made_up_run(cards_dir(each.data_dir, "detection"), "r4-joint", ious, params=project_params())
+        write_made_up_run(report_runs_dir(each.data_dir, "detection"), "r4-joint", ious, params=project_params())
     assert "r4-joint gave different models under the same seed (42)" in run(twice)
 
 
@@ -126,7 +126,7 @@ def write_rates(folder: Path, rates: dict[str, str], mean: dict[str, float], *, 
     """An experiment of recipes with learning rates, scored on a split; None for the validation split."""
     for number, (name, rate) in enumerate(rates.items()):
         ious = made_up_ious(mean[name], 60, seed=round(1e6 * float(rate)) + number)
-        run_dir = write_made_up_run(cards_dir(folder, "detection"), name, ious, params=project_params())
+        run_dir = write_made_up_run(report_runs_dir(folder, "detection"), name, ious, params=project_params())
         if split:
             metrics = json.loads((run_dir / "metrics.json").read_text())
             (run_dir / "metrics.json").write_text(json.dumps(metrics | {"split": split}))
@@ -162,9 +162,9 @@ def recorded(
     folder: Path, *, seed: int = 42, rank: int = 64, code: str = "c0de", data: str = "da7a", torch: str = "2.13.0"
 ) -> Experiment:
     """One recipe with the records of all that it was made by, and of a training that it does not depend on."""
-    write_made_up_run(cards_dir(folder, "detection"), "r1", made_up_ious(0.5, 10, seed=1))
+    write_made_up_run(report_runs_dir(folder, "detection"), "r1", made_up_ious(0.5, 10, seed=1))
     plan = {"data/runs/r1/plan.yaml": f"{seed}"}
-    trained, card = {"data/runs/r1/trained": f"{seed}"}, {"data/report/detection/runs/r1": f"{seed}"}
+    trained, reported = {"data/runs/r1/trained": f"{seed}"}, {"data/report/detection/runs/r1": f"{seed}"}
     settings = {"seed": seed, "recipes.r1": {"lora": {"rank": rank}}}
     prepared = {"data/prepared/tables": data}
     assert PROVENANCE.machine is not None
@@ -173,16 +173,21 @@ def recorded(
         ("prepare@tables", {}, prepared, {}),
         ("plan@r1", {"data/prepared/tables/train.parquet": data}, plan, {"params": settings}),
         ("train@r1", plan, trained, {"code": code, "machine": machine}),
-        ("evaluate@r1", trained, card, {}),
+        ("evaluate@r1", trained, reported, {}),
         ("train@r2", {"data/other": "2"}, {"data/runs/r2/trained": "2"}, {}),
     ):
         write_made_up_record(folder, stage, inputs=inputs, outputs=outputs, **{"code": "c0", **more})
     return Experiment(name=folder.name, data_dir=folder)
 
 
+def differences(*arguments: Any) -> dict[str, dict[str, list[str]]]:
+    return {str(condition): names for condition, names in unlike(*arguments).items()}
+
+
 def test_conditions_are_settings_and_all_that_no_stage_made(tmp_path: Path) -> None:
     stages = ("evaluate@r1", "plan@r1", "prepare@tables", "train@r1")
-    assert conditions(recorded(tmp_path / "one"), "detection") == {
+    found = conditions(recorded(tmp_path / "one"), "detection")
+    assert {str(condition): value for condition, value in found.items()} == {
         **{f"code of {stage}": "c0de" if stage == "train@r1" else "c0" for stage in stages},
         **{f"inputs of {stage}": "as made" for stage in stages},
         "data/prepared/tables": "da7a",
@@ -195,7 +200,7 @@ def test_conditions_are_settings_and_all_that_no_stage_made(tmp_path: Path) -> N
 
 def test_only_the_seed_is_no_difference(tmp_path: Path) -> None:
     one = recorded(tmp_path / "one")
-    assert unlike([one, recorded(tmp_path / "other", seed=43)], "detection") == {}
+    assert differences([one, recorded(tmp_path / "other", seed=43)], "detection") == {}
     changed = recorded(tmp_path / "changed", rank=8, code="new", data="other data", torch="2.14.0")
     differing = {
         "code of train@r1": {"c0de": ["one"], "new": ["changed"]},
@@ -203,18 +208,18 @@ def test_only_the_seed_is_no_difference(tmp_path: Path) -> None:
         "package torch": {"2.13.0": ["one"], "2.14.0": ["changed"]},
         "plan@r1: recipes.r1.lora.rank": {"64": ["one"], "8": ["changed"]},
     }
-    assert unlike([one, changed], "detection") == differing
+    assert differences([one, changed], "detection") == differing
     del differing["plan@r1: recipes.r1.lora.rank"]
-    assert unlike([one, changed], "detection", "recipes.*.rank") == differing
+    assert differences([one, changed], "detection", "recipes.*.rank") == differing
 
 
 def test_a_stale_card_is_no_seed(tmp_path: Path) -> None:
     one, stale, lost = (recorded(tmp_path / name) for name in ("one", "stale", "lost"))
     write_made_up_record(stale.data_dir, "train@r1", outputs={"data/runs/r1/trained": "new"}, inputs={})
-    found = unlike([one, stale], "detection")["inputs of evaluate@r1"]
+    found = differences([one, stale], "detection")["inputs of evaluate@r1"]
     assert found == {"as made": ["one"], "data/runs/r1/trained was replaced since": ["stale"]}
     (records_dir(lost.data_dir, "detection") / "evaluate@r1.json").unlink()
-    assert unlike([one, lost], "detection")["record of r1"] == {"yes": ["one"], "none": ["lost"]}
+    assert differences([one, lost], "detection")["record of r1"] == {"yes": ["one"], "none": ["lost"]}
 
 
 def test_dvc_is_asked_again_while_its_queue_makes_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:

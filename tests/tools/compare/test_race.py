@@ -111,7 +111,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from stages.reporting.runs import cards_dir
+from stages.reporting.runs import report_runs_dir
 from tests.made_up_runs import made_up_ious, project_params, write_made_up_record, write_made_up_run
 name = sys.argv[1]
 params, trained = project_params(), name != "base-vlm"
@@ -121,7 +121,7 @@ with open({log!r}, "a") as log:
 number = {names!r}.index(name)
 ious = made_up_ious(0.3 + 0.2 * number, 60, seed=10 * seed + number if trained else 1)
 params = replace(params, seed=seed) if trained else None
-write_made_up_run(cards_dir(Path("data"), "detection"), name, ious, params=params)
+write_made_up_run(report_runs_dir(Path("data"), "detection"), name, ious, params=params)
 stage = ("evaluate@" if trained else "baseline@") + name
 write_made_up_record(Path("data"), stage, inputs={{}}, outputs={{}}, params={{"seed": seed}})
 """
