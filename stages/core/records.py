@@ -98,7 +98,7 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
         if path.suffix == ".yaml":
             return parse(kind, parse_yaml(content))
         record: T = _adapter(kind).validate_json(content)
-        json.loads(content, object_pairs_hook=_distinct)
+        json.loads(content, object_pairs_hook=distinct)
     except OSError as error:
         raise UserError(f"{_unread(path, error)}; rebuild it with: {fix}") from None
     except Unreadable as error:
@@ -162,14 +162,15 @@ def parse_json(content: bytes) -> Any:
     key twice: readers differ in which of the two they take."""
     try:
         from_json(content, allow_inf_nan=False)  # counts the depth
-        return json.loads(content, object_pairs_hook=_distinct, parse_float=_finite)
+        return json.loads(content, object_pairs_hook=distinct, parse_float=_finite)
     except Unreadable:
         raise
     except ValueError as error:
         raise Unreadable(f"no JSON: {error}") from None
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs (object_pairs_hook of json.loads). Raises Unreadable for a key that is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -228,7 +229,7 @@ def damaged(path: Path, found: Mapping[str, str], *, fix: str) -> UserError:
     return UserError(f"{path} is damaged: {join_truncated(faults, 3)}; rebuild it with: {fix}")
 
 
-_OF_A_UNION = re.compile(r"constrained-\w+|(literal|tuple)\[.*")
+_OF_A_UNION = re.compile(r"constrained-\w+|(literal|tuple|function-\w+)\[.*")
 """A part of pydantic's path that is not in the file: the kind that a value with several was compared with."""
 
 

@@ -73,7 +73,7 @@ class ImageRecord:
     def open_image(self) -> Image.Image:
         """The decoded image, RGB."""
         with _open(self.image) as image:
-            return image.convert("RGB")
+            return _rgb(image).copy()
 
     def subject(self) -> str:
         """The image's digest: the same image may not be in two splits."""
@@ -107,6 +107,14 @@ def parse_image(image_id: Any, encoded: Any, max_pixels: int) -> tuple[dict[str,
     fields = {"image_id": image_id, "image": encoded, "width": width, "height": height, "sha256": digest.hexdigest()}
     fields["look"] = describe_image(upright)
     return fields, problems
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """The image as a viewer shows it: what is transparent on white (as in qwen-vl-utils and vLLM)."""
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
 
 
 def _open(encoded: bytes) -> Image.Image:
@@ -162,9 +170,9 @@ def _upright(encoded: bytes, max_pixels: int) -> tuple[bytes, Image.Image]:
             turn = _TURNS.get(opened.getexif().get(ExifTags.Base.Orientation, 1))
             if turn is None:
                 opened.load()
-                return encoded, opened if opened.mode == "RGB" else opened.convert("RGB")  # which would copy it
+                return encoded, _rgb(opened)
             # ImageOps.exif_transpose writes the other tags again, and fails if one is of another type than its own.
-            turned = opened.transpose(turn).convert("RGB")
+            turned = _rgb(opened.transpose(turn))
     buffer = io.BytesIO()
     turned.save(buffer, "JPEG", quality=95, subsampling=0)
     return buffer.getvalue(), turned

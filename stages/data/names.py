@@ -19,9 +19,10 @@ def similar_name(name: str, names: Iterable[str]) -> str:
     """` (did you mean 'Ly.JPG'?)` for a name that none of `names` has, or nothing: first one that differs in case, in
     suffix or in percent-encoding alone, then the nearest by spelling."""
     known = list(names)
-    same = [each for each in known if _plain(each) == _plain(name)]
+    same = [each for each in known if plain_name(each) == plain_name(name)]
     return f" (did you mean {same[0]!r}?)" if same else nearest(name, known)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Equal for names that differ in case, in suffix or in percent-encoding alone."""
     return PurePosixPath(unquote(composed(name))).with_suffix("").as_posix().casefold() if name.strip("/.") else name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -112,18 +113,18 @@ def parquet_folder(source: str) -> tuple[Path, str]:
 
 
 def read_parquet_files(
-    folder: Path, paths: Sequence[Path], *, required: Sequence[str], expected: str
+    folder: Path, paths: Sequence[Path], *, required: Sequence[str], expected: str, also: Sequence[str] = ()
 ) -> Iterator[tuple[Place, dict[str, Any]]]:
     """The raw rows of a folder's files, in their order.
 
-    required: columns, `outer.inner` for a field of a struct; others are not read.
+    required: columns, `outer.inner` for a field of a struct. also: columns that a file may lack. Others are not read.
     expected: describes the files, for the message of the UserError raised if a column is missing.
     """
     lacking = [(path, ", ".join(missing)) for path in paths if (missing := missing_columns(path, required))]
     if lacking:
         lines = [f"{path} lacks {columns}, for all {count_rows(path)} rows" for path, columns in lacking]
         raise UserError(f"columns are missing:\n{listed(lines)}\nExpected: {expected}; {READ_ON}")
-    columns = dict.fromkeys(name.partition(".")[0] for name in required)
+    columns = dict.fromkeys(name.partition(".")[0] for name in (*required, *also))
     for path in paths:
         file = path.relative_to(folder).as_posix()
         rows = read_rows(path, list(columns))
@@ -146,7 +147,8 @@ def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
         for pattern in patterns:
             here = f"splits.{split}: {pattern!r}"
             try:
-                matching = [path for path in sorted(folder.glob(pattern)) if not path.is_dir()]
+                forms = {pattern, *(unicodedata.normalize(form, pattern) for form in ("NFC", "NFD"))}
+                matching = sorted({path for each in forms for path in folder.glob(each) if not path.is_dir()})
             except (ValueError, NotImplementedError) as error:  # a path that is absolute, or `**` within a name
                 raise WrongSplit(f"{here} is no pattern of paths below a folder: {error}") from None
             if not matching:

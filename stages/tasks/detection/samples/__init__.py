@@ -10,6 +10,8 @@ from typing import Any, Literal
 import pyarrow as pa
 from PIL import Image, ImageDraw
 
+from stages.core.errors import UserError
+from stages.core.records import shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
 from stages.data.prepared import read_prepared
@@ -19,6 +21,7 @@ from stages.tasks.detection.samples.boxes import (
     Box,
     codec,
     codec_of,
+    decode_boxes,
     encode_boxes,
     reading_order,
 )
@@ -62,6 +65,8 @@ class DetectionRecord(ImageRecord):
     """The form of boxes: the model family's own, or JSON."""
     scored_boxes: ScoredBoxes = "first"
     """Whether a sample's IoU is of the box that was annotated first, or of all that are asked for."""
+    group: str = ""
+    """Name that samples share which are held out or trained on together; not kept in a prepared split."""
 
     def content(self) -> list[Any]:
         return [*super().content(), self.boxes, self.categories]
@@ -110,12 +115,20 @@ class ForModel:
     """From the (width, height) of an image to those that the model sees."""
 
     def conversation(self, record: DetectionRecord, *, answered: bool, answer_format: None = None) -> Conversation:
-        """The image and the question; with the true boxes as the assistant's answer if `answered`."""
+        """The image and the question; with the true boxes as the assistant's answer if `answered`.
+
+        Raises UserError if they do not come back out of the answer: the plan asks for those of all samples.
+        """
         answer = None
         if answered:
             boxes, labels = record.target_boxes(), [label for _, label in record.targets()]
             form, size = codec_of(record.answer, self.family), self.resized(record.width, record.height)
             answer = encode_boxes(boxes, family=form, size=size, label=labels)
+            if decode_boxes(answer, family=form, size=size).labels != tuple(labels):
+                raise UserError(
+                    f"sample {record.image_id}: the boxes of {', '.join(labels)} do not come back out of "
+                    f"{shown(answer)}, as a {self.family} writes them; set other names with reader.label in params.yaml"
+                )
         return _conversation(record.image_id, record, record.prompt, answer)
 
     def score_options(self, records: Sequence[DetectionRecord]) -> dict[str, Any]:

@@ -206,8 +206,9 @@ def _label_at_end(text: str) -> str | None:
     return named.rpartition("<|object_ref_start|>")[2] if has_label else None
 
 
-# A flat JSON object, which is what a box is; the list and the fence around it do not matter.
-_FLAT_OBJECT = re.compile(r"\{[^{}]*+(?:\}|\Z)")
+# A flat JSON object, which is what a box is; the list and the fence around it do not matter. Braces within its texts,
+# which are labels, are text. The limit, that of a label, keeps an endless answer from being read over and over.
+_FLAT_OBJECT = re.compile(r'\{(?:"(?:[^"\\]|\\.){0,2000}+"|[^{}])*+(?:\}|\Z)', re.DOTALL)
 
 
 def _render_json(boxes: Sequence[tuple[GridBox, str]]) -> str:

@@ -7,15 +7,18 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stages.core.errors import UserError, join_truncated, listed
+import pyarrow as pa
+
+from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams, SplitParams
 from stages.core.records import cut, nearest, shown
-from stages.data.parquet import read_schema
+from stages.data.parquet import count_rows, read_schema
 from stages.data.prepared import RawDataset, Rules, Sample
 from stages.data.sources import READ_ON, describe_folder, files_by_split, parquet_folder, read_parquet_files
 from stages.data.texts import markup_problem
@@ -23,7 +26,17 @@ from stages.tasks.detection.samples import SCHEMA, DetectionRecord
 from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
 from stages.tasks.detection.sources import coco, voc, yolo
 from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
-from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, BoxForm, Columns, DataForm, Reader, Row, parse_row
+from stages.tasks.detection.sources.rows import (
+    NO_PLAIN_BOX,
+    OPEN_FOOD_FACTS,
+    BoxForm,
+    Columns,
+    DataForm,
+    Reader,
+    Row,
+    no_plain_box,
+    parse_row,
+)
 
 FORMS = {"coco": coco, "yolo": yolo, "voc": voc}
 """Forms of folders in which images are files of their own, and their readers."""
@@ -40,21 +53,32 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
     if name == "parquet":
         columns = reader.columns or OPEN_FOOD_FACTS
         form, expected = BoxForm(order=columns.order, unit=columns.unit), _parquet(columns)
-        splits = _read_parquet(root, columns, dataset.splits)
+        splits = _read_parquet(root, columns, dataset.splits, reader.group)
     elif reader.columns is not None:
         raise UserError(f"the dataset's `columns` in params.yaml are of parquet files, and {root} is read as {name}")
     else:
         form, expected, splits = FORMS[name].FORM, FORMS[name].EXPECTED, FORMS[name].read(folder)
+    form = replace(form, unit=reader.unit or form.unit)
 
     def parsed(rows: Iterable[RawSample]) -> Iterator[Sample[DetectionRecord]]:
         for place, row in rows:
             yield place, row if isinstance(row, list) else parse_row(row, reader, form)
 
     return RawDataset(
-        rules=Rules(schema=SCHEMA, summary=_summary, expected=expected, subject="image", held_out=0.2),
+        rules=Rules(
+            schema=SCHEMA,
+            summary=_summary,
+            expected=expected,
+            subject=f"image or {reader.group}" if reader.group else "image",
+            held_out=0.2,
+            group=lambda record: record.group,
+            separate_groups=reader.group is not None,
+        ),
         source=resolved,
         splits={split: parsed(rows) for split, rows in splits.samples.items()},
         validation=splits.validation,
+        unread_fields=splits.fields,
+        strict=reader.strict,
         unused_files=lambda: list(dict.fromkeys([*splits.unused, *(folder.unread() if name != "parquet" else ())])),
     )
 
@@ -110,18 +134,34 @@ def _parquet(columns: Columns) -> str:
     return f"parquet files with the columns {names}, named train*.parquet, in the folder or in data/"
 
 
-def _read_parquet(folder: Path, columns: Columns, named: SplitParams) -> Splits:
+def _read_parquet(folder: Path, columns: Columns, named: SplitParams, group: str | None) -> Splits:
     """The files of the splits. Raises UserError if there are none to train on, or one of their columns is missing."""
-    required, expected = _required(columns), _parquet(columns)
+    required, expected, unread = _required(columns), _parquet(columns), Counter[str]()
+    required += [group] if group and "(" not in group else []
 
     def samples(paths: Sequence[Path]) -> Iterator[RawSample]:
         class_names = cache(_class_names)
-        for place, row in read_parquet_files(folder, paths, required=required, expected=expected):
+        for path in paths:
+            others = [name for name in _column_names(read_schema(path)) if name not in required]
+            inside = columns.image.partition(".")[0]
+            unread.update({name: count_rows(path) for name in others if name.partition(".")[0] != inside})
+        also = list(NO_PLAIN_BOX)
+        for place, row in read_parquet_files(folder, paths, required=required, expected=expected, also=also):
             yield place, row_of(row, str(place), columns, class_names(folder / place.file, columns.category) or ())
 
     files = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
     chosen = files_by_split(folder, files, named, expected=expected)
-    return Splits(samples={split: samples(paths) for split, paths in chosen.items()})
+    return Splits(samples={split: samples(paths) for split, paths in chosen.items()}, fields=unread)
+
+
+def _column_names(columns: Iterable[pa.Field], outer: str = "") -> Iterator[str]:
+    """`name`, or `outer.inner` for each field of a struct, or of a list of structs."""
+    for column in columns:
+        kind = column.type
+        while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            kind = kind.value_type
+        name = f"{outer}{column.name}"
+        yield from _column_names(kind, f"{name}.") if pa.types.is_struct(kind) else [name]
 
 
 def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence[str]) -> Row:
@@ -139,12 +179,25 @@ def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence
         else:
             found = f"{columns.boxes} is {shown(bboxes)}, and {columns.category} {shown(categories)}"
             problems = [f"{found}; expected two lists of the same length"]
+    outer = _at(row, columns.boxes.rpartition(".")[0]) if "." in columns.boxes else row
+    for index, (name, _, _) in enumerate(boxes):
+        if fault := no_plain_box(_item(outer, index)):
+            problems.append(f"{name} {fault}")
     return Row(
         str(image_id) if isinstance(image_id, int) else image_id,
         image.get("bytes") if isinstance(image, Mapping) else image,
         boxes,
         problems,
+        entry=row,
     )
+
+
+def _item(columns: Any, index: int) -> Mapping[str, Any]:
+    """The fields of one box, of a struct of lists or a list of structs."""
+    if isinstance(columns, list):
+        return columns[index] if isinstance(columns[index], Mapping) else {}
+    lists = ((name, each) for name, each in columns.items() if isinstance(each, list) and len(each) > index)
+    return {name: each[index] for name, each in lists}
 
 
 def _at(value: Any, path: str) -> Any:
@@ -195,10 +248,18 @@ def _summary(split: str, records: Sequence[DetectionRecord]) -> dict[str, Any]:
         found = cut(", ".join(sorted(categories)))
         raise UserError(f"no image to train on has a box of {', '.join(lacking)}, which is asked for; found {found}")
     boxes_per_image = Counter(len(record.boxes) for record in records)
+    targets = [list(zip(record.boxes, record.categories, strict=True)) for record in records]
+    if repeated := sum(len(some) - len(set(some)) for some in targets):
+        images = sum(len(some) > len(set(some)) for some in targets)
+        log.warning(
+            "%s: %s the same box of a category as another of its image, in %s; an answer is to name it each time",
+            *(split, f"{repeated:,} {'is' if repeated == 1 else 'are'}", pluralize(images, "image")),
+        )
     return {
         "boxes": sum(len(record.boxes) for record in records),
         "boxes_per_image": {str(count): images for count, images in sorted(boxes_per_image.items())},
         "empty_images": sum(not record.target_boxes() for record in records),
+        **({"repeated_boxes": repeated} if repeated else {}),
         "categories": dict(sorted(categories.items())),
         "largest_image": list(max(((record.width, record.height) for record in records), key=math.prod)),
     }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.params.schema import Text
 from stages.core.records import STRICT, cut, shown
 from stages.data.images import MAX_IMAGE_PIXELS, parse_image
+from stages.data.names import composed
 from stages.data.texts import markup_problem
 from stages.tasks.detection.samples import PROMPT, DetectionRecord, ScoredBoxes
 from stages.tasks.detection.samples.boxes import TARGET, AnswerForm, Box
@@ -34,6 +37,37 @@ ORDERS: dict[BoxOrder, tuple[str, Callable[[float, float, float, float], Box]]] 
     "cxcywh": ("x_center, y_center, width, height", lambda x, y, w, h: (x - w / 2, y - h / 2, x + w / 2, y + h / 2)),
 }
 """The numbers of a box in each order, for messages, and a function from them to x0, y0, x1, y1."""
+
+
+NO_PLAIN_BOX = {
+    "iscrowd": "a crowd, no box of one object",
+    "is_crowd": "a crowd, no box of one object",
+    "isgroupof": "a group, no box of one object",
+    "ignore": "to be ignored",
+    "ignored": "to be ignored",
+    "deleted": "deleted",
+    "rotation": "rotated",
+    "angle": "rotated",
+    "theta": "rotated",
+    "robndbox": "rotated",
+}
+"""Fields of a box, in any form, which is none to be learnt if they have a value; and what it is then."""
+ROBOFLOW_VERSION = re.compile(r"(.+)\.rf\.")
+"""Beginning of the names of one photograph's versions in an export of Roboflow."""
+
+
+def _group_pattern(group: str) -> str:
+    if "(" in group:
+        try:
+            groups = re.compile(group).groups
+        except re.error as error:
+            raise ValueError(f"no regular expression: {error}") from None
+        if not groups:
+            raise ValueError("a pattern without a group in parentheses")
+    return group
+
+
+Name = Annotated[Text, AfterValidator(composed)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +104,10 @@ class Reader:
     """Form of a folder of images with boxes. Null: the files decide, if they have signs of one form only."""
     columns: Columns | None = None
     """Columns of parquet files, if they are not Open Food Facts' (docs/data.md)."""
-    category: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = TARGET
+    category: Name | Annotated[tuple[Name, ...], Field(min_length=1)] | None = TARGET
     """Categories that are asked for: one name, and every category that starts with it counts; a list of whole names; or
     null for all categories."""
-    label: dict[Text, Text] = Field(default_factory=dict)
+    label: dict[Name, Name] = Field(default_factory=dict)
     """Name of a category in answers, if it is not its own."""
     prompt: Text | None = None
     """Question about each image. Null: the task's own, which names the labels."""
@@ -83,6 +117,14 @@ class Reader:
     """Whether an image's IoU is of its first box or of all. Null: the first; with a list of categories all."""
     empty_images: bool = False
     """Whether an image without a box that is asked for is a sample, whose answer is `none`; else it is invalid."""
+    unit: BoxUnit | None = None
+    """Unit of the boxes, if it is not that of the form."""
+    group: Annotated[Text, AfterValidator(_group_pattern)] | None = None
+    """Name of a group, such as a patient, which is in one split only: a regular expression for the path of an image,
+    its first group in parentheses; or a key of COCO's image, or a column of parquet. Null: versions of a photograph by
+    Roboflow (NAME.rf.ID.jpg) are held out together."""
+    strict: bool = False
+    """Whether fields that only describe, and are not read, are refused."""
     max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = MAX_IMAGE_PIXELS
     """An image with more is an invalid row, refused before it is decoded (nine bytes a pixel). Pillow's limit is the
     maximum."""
@@ -125,10 +167,14 @@ class Row(NamedTuple):
     """Each one's name in messages, four numbers and category."""
     problems: Sequence[str] = ()
     """Problems found so far."""
-    size: tuple[float, float] | None = None
+    size: tuple[float, ...] | None = None
     """Width and height of the image according to the annotations."""
     none_because: str = ""
     """The reason if there can be no box."""
+    file: str = ""
+    """Path of the image, if it is a file of its own."""
+    entry: Mapping[str, Any] = {}
+    """Further fields of the image, one of which may be its group."""
 
 
 OPEN_FOOD_FACTS = Columns(
@@ -141,7 +187,8 @@ def parse_row(row: Row, reader: Reader, form: BoxForm) -> DetectionRecord | list
     """The record of a row, or every problem that keeps the row from being one."""
     image, image_problems = parse_image(row.image_id, row.image, reader.max_image_pixels)
     size = (image["width"], image["height"]) if image else None
-    problems = [*row.problems, *image_problems, *_size_problems(row.size, size)]
+    group, ungrouped = _group_of(row, reader.group)
+    problems = [*row.problems, *image_problems, *_size_problems(row.size, size), *ungrouped]
     boxes: list[Box] = []
     for name, numbers, category in row.boxes:
         box = _parse_box(numbers, form, size)
@@ -153,13 +200,48 @@ def parse_row(row: Row, reader: Reader, form: BoxForm) -> DetectionRecord | list
             problems.append(f"{name} has the category {shown(category)}, expected a name")
         elif problem := markup_problem(category):
             problems.append(f"{name}: {problem}")
-    categories = tuple(category for _, _, category in row.boxes)
     if problems:
         return problems
+    categories = tuple(composed(category) for _, _, category in row.boxes)
     labels = tuple(map(reader.label_of, categories))
     if not reader.empty_images and not any(labels):
         return [_nothing_asked_for(categories, reader, row.none_because)]
-    return DetectionRecord(**image, **reader.fields(), boxes=tuple(boxes), categories=categories, labels=labels)
+    named: dict[str, Any] = {**reader.fields(), "categories": categories, "labels": labels}
+    return DetectionRecord(**image, **named, boxes=tuple(boxes), group=group)
+
+
+def _group_of(row: Row, group: str | None) -> tuple[str, list[str]]:
+    """The name of an image's group, empty for none; and the problem if it should have one."""
+    path = row.file or str(row.image_id)
+    if group is None:
+        version = ROBOFLOW_VERSION.match(PurePosixPath(path).name)
+        return version[1] if version else "", []
+    if "(" in group:
+        match = re.search(group, path)
+        name = match[1] if match else None
+    else:
+        name = row.entry.get(group)
+    if isinstance(name, str | int) and name != "":
+        return composed(str(name)), []
+    there = f"{path!r} does not match it" if "(" in group else f"{group} is {shown(name)}"
+    return "", [f"no group by reader.group, {group}: {there}"]
+
+
+def no_plain_box(fields: Mapping[str, Any]) -> str | None:
+    """The reason why a box with these fields beside it is none to be learnt; None without one."""
+    inner = fields.get("attributes")  # as CVAT writes them
+    for key, value in {**fields, **(inner if isinstance(inner, Mapping) else {})}.items():
+        if (what := NO_PLAIN_BOX.get(str(key).lower())) and has_value(value):
+            return f"is {what} ({key} {shown(value)}); leave it out"
+    return None
+
+
+def has_value(value: Any) -> bool:
+    """Whether a field says something: false for null, false, 0, and for what is empty, also as texts."""
+    text = value.strip().lower() if isinstance(value, str) else value
+    if isinstance(text, str) and text.replace(".", "", 1).isdecimal():
+        return float(text) != 0
+    return bool(text) and text not in ("false", "null", "none", "no")
 
 
 def _nothing_asked_for(categories: Sequence[str], reader: Reader, why: str) -> str:
@@ -171,7 +253,7 @@ def _nothing_asked_for(categories: Sequence[str], reader: Reader, why: str) -> s
     return f"{what}; with empty_images: true it is a sample that has none{f': {why}' if why else ''}"
 
 
-def _size_problems(declared: tuple[float, float] | None, size: tuple[int, int] | None) -> list[str]:
+def _size_problems(declared: tuple[float, ...] | None, size: tuple[int, int] | None) -> list[str]:
     if declared is None or size is None or declared == size:
         return []
     (width, height), (w, h) = size, declared
@@ -199,5 +281,6 @@ def _parse_box(bbox: Any, form: BoxForm, size: tuple[int, int] | None) -> Box | 
         (outside, f"lies outside {'0..1' if form.unit == 'share' else f'the image, {width} x {height} pixels'}"),
         (x0 > x1 or y0 > y1, f"is in the wrong order: expected ({expected})"),
         (x0 == x1 or y0 == y1 or (size is not None and not (box[0] < box[2] and box[1] < box[3])), "has zero area"),
+        (form.unit == "pixels" and max(x1, y1) <= 1, "lies in 0..1, shares of the image: set reader: {unit: share}"),
     )
     return next((f"{text} {fault}" for found, fault in faults if found), box)

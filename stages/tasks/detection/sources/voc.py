@@ -1,27 +1,31 @@
 """Pascal VOC's XML files, one an image, with the image's name (host.robots.ox.ac.uk/pascal/VOC, the development kit).
 
 Corners are taken as they are: xmin is where a box begins, counted from 0, as LabelImg, CVAT and Roboflow write it. In
-the data of 2007 to 2012 itself a box begins up to one pixel earlier.
+the data of 2007 to 2012 itself a box begins up to one pixel earlier. A `difficult` object is one like any other.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 from xml.etree import ElementTree as ET
 
 from stages.core.records import shown
+from stages.data.names import composed
 from stages.data.sources import Place
 from stages.data.texts import UnreadableText
-from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
-from stages.tasks.detection.sources.rows import BoxForm
+from stages.tasks.detection.sources.folder import SPLIT_WORDS, Folder, RawSample, Splits
+from stages.tasks.detection.sources.rows import BoxForm, has_value, no_plain_box
 
 FORM = BoxForm(order="xyxy", unit="pixels")
 EXPECTED = "Pascal VOC: an XML file with the name of each image; train and val by their folders, or by ImageSets/Main"
 
+READ = ("name", "bndbox", "filename", "size", "object")
+DESCRIBING = ("folder", "path", "source", "owner", "segmented", "pose", "truncated", "occluded")
+"""Elements that are read, and those of the form's own that change nothing here."""
 _NUMBER = re.compile(r"-?[0-9]{1,9}(\.[0-9]{0,20})?")
 
 
@@ -30,20 +34,24 @@ def annotation_files(folder: Folder) -> list[str]:
 
 
 def read(folder: Folder) -> Splits:
-    files = annotation_files(folder)
-    lists = folder.by_split(path for path in folder.with_suffix(".txt") if _is_list(folder, path))
+    annotated = set(annotation_files(folder))
+    # One with an image's name is damaged if it is none.
+    files = [
+        path for path in folder.with_suffix(".xml") if path in annotated or folder.is_image(PurePosixPath(path).stem)
+    ]
+    lists: dict[str | None, list[str]] = defaultdict(list)
+    for path in folder.with_suffix(".txt"):
+        pure = PurePosixPath(path)
+        split = folder.split_named.get(path) or {**SPLIT_WORDS, "trainval": None}.get(pure.stem, "")
+        if pure.parts[-3:-1] == ("ImageSets", "Main") and split != "":
+            lists["unused" if split in folder.named and path not in folder.split_named else split].append(path)
     if not lists:
-        return folder.splits(folder.by_split(files), "XML files", lambda paths: _samples(folder, paths))
+        splits = folder.by_split(files, of_samples=True)
+        return folder.splits(splits, "XML files", lambda paths: _samples(folder, paths))
     by_stem: dict[str, list[str]] = defaultdict(list)
     for path in files:
         by_stem[PurePosixPath(path).stem].append(path)
     return folder.splits(lists, "lists in ImageSets/Main", lambda paths: _listed(folder, paths, by_stem))
-
-
-def _is_list(folder: Folder, path: str) -> bool:
-    """Whether a file is train.txt or the like in ImageSets/Main, or one there that `splits` names."""
-    pure, split = PurePosixPath(path), folder.split_of(path)
-    return pure.parts[-3:-1] == ("ImageSets", "Main") and (split == pure.stem or split in folder.named)
 
 
 def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, list[str]]) -> Iterator[RawSample]:
@@ -54,7 +62,9 @@ def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, list[str]])
             yield Place(path), [str(error)]
             continue
         for number, line in enumerate(lines, start=1):
-            name = (line.split() or [""])[0]
+            name = composed(line.strip())
+            if name not in by_stem:
+                name = re.sub(r"\s+-?[01]$", "", name)  # of a category's list, whether the image has it
             found = by_stem.get(name, [])
             if len(found) == 1:
                 yield from _samples(folder, found)
@@ -66,7 +76,7 @@ def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, list[str]])
 def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:
     for path in paths:
         try:
-            annotations = parse(folder.text(path))
+            annotations = parse(folder.text(path), folder.fields)
             image = folder.image(PurePosixPath(path).stem, near=path)
         except UnreadableText as error:
             yield Place(path), [str(error)]
@@ -80,9 +90,17 @@ class _TreeBuilder(ET.TreeBuilder):
         raise UnreadableText("a document type (<!DOCTYPE) is never read; remove it")
 
 
-def parse(text: str) -> tuple[list[tuple[str, Any, Any]], list[str], tuple[float, ...] | None]:
+def _content(element: ET.Element) -> dict[str, str]:
+    """The elements within, and CVAT's attributes, which are pairs of name and value; with their texts."""
+    inner = {each.tag: (each.text or "").strip() or "there" * bool(len(each)) for each in element}
+    pairs = element.findall("attributes/attribute")
+    return inner | {each.findtext("name") or "": (each.findtext("value") or "").strip() for each in pairs}
+
+
+def parse(text: str, unread: Counter[str]) -> tuple[list[tuple[str, Any, Any]], list[str], tuple[float, ...] | None]:
     """The fields `boxes`, `problems` and `size` of a row.
 
+    unread: counts the elements that are not read.
     Raises UnreadableText unless it is XML of an annotation without a document type.
     """
     parser = ET.XMLParser(target=_TreeBuilder(), encoding="utf-8")
@@ -102,9 +120,19 @@ def parse(text: str) -> tuple[list[tuple[str, Any, Any]], list[str], tuple[float
             problems.append(f"{name}: {path} {f'is {shown(found)}, expected a number' if found else 'is missing'}")
         return None if wrong else tuple(map(float, texts))
 
+    def count(element: ET.Element) -> dict[str, str]:
+        content = _content(element)
+        there = (tag for tag, value in content.items() if has_value(value))
+        unread.update(f"{element.tag}.{tag}" for tag in there if tag not in (*READ, *DESCRIBING))
+        return content
+
     boxes: list[tuple[str, Any, Any]] = []
+    count(root)
     for position, element in enumerate(root.findall("object"), start=1):
-        name, category = f"object {position}", (element.findtext("name") or "").strip()
+        name, category, content = f"object {position}", (element.findtext("name") or "").strip(), count(element)
+        if fault := no_plain_box(content):
+            problems.append(f"{name} {fault}")
+            continue
         corners = numbers(element, name, *(f"bndbox/{corner}" for corner in ("xmin", "ymin", "xmax", "ymax")))
         if not category:
             problems.append(f"{name}: name is missing")

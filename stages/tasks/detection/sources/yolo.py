@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -17,6 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError, pluralize
 from stages.core.records import read_settings
+from stages.data.names import composed
 from stages.data.sources import Place
 from stages.data.texts import EmptyText, UnreadableText
 from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
@@ -28,16 +30,22 @@ EXPECTED = (
     "the names of the classes in data.yaml"
 )
 NAMES = ("classes.txt", "obj.names")
-_NUMBER = re.compile(r"-?(?=\.?[0-9])[0-9]{0,9}\.?[0-9]{0,25}(e-?[0-9]{1,3})?")
+_NUMBER = re.compile(r"-?(?=\.?[0-9])[0-9]{0,9}\.?[0-9]{0,25}(e[+-]?[0-9]{1,3})?")
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="ignore"))
 class DataFile:
-    """Settings of Ultralytics' YAML file. `path` is of another machine more often than not, and is not read."""
+    """Settings of Ultralytics' YAML file. `path` is of another machine more often than not, and is not read; other
+    keys are counted."""
 
     names: list[str] | dict[int, str]
+    nc: int | None = None
+    """Number of classes."""
     train: str | list[str] | None = None
     val: str | list[str] | None = None
+    test: Any = None
+    path: Any = None
+    download: Any = None
 
 
 def annotation_files(folder: Folder) -> list[str]:
@@ -64,26 +72,31 @@ def read(folder: Folder) -> Splits:
             entries = [entries] if isinstance(entries, str) else entries
             splits[split] = [path for entry in entries for path in _below(folder, entry, found[0])]
     else:
-        splits = folder.by_split(folder.images)
+        splits = folder.by_split(folder.images, of_samples=True)
     names = dict(enumerate(data.names)) if isinstance(data.names, list) else data.names
     return folder.splits(splits, "images", lambda paths: _samples(folder, paths, names))
 
 
 def _data_file(folder: Folder, path: str) -> DataFile:
     if PurePosixPath(path).name not in NAMES:
-        return read_settings(DataFile, folder.root / path)
+        file = folder.on_disk(path)
+        data, keys = read_settings(DataFile, file), re.findall(r"(?m)^(\w+)[ \t]*:", folder.text(path))
+        folder.fields.update(f"{path} {key}" for key in set(keys) - {each.name for each in fields(DataFile)})
+        if data.nc is not None and data.nc != len(data.names):
+            raise UserError(f"{file}: nc is {data.nc}, but names has {len(data.names)}")
+        return data
     try:
         lines = folder.text(path).splitlines()
     except UnreadableText as error:
         raise UserError(f"{folder.root / path} cannot be read: {error}") from None
-    return DataFile(names=[line.strip() for line in lines if line.strip()])
+    return DataFile(names={number: line.strip() for number, line in enumerate(lines) if line.strip()})
 
 
 def _below(folder: Folder, entry: str, data_file: str) -> list[str]:
     """The images of a folder that is an entry of `train` or `val`. As in Ultralytics, `../` at its beginning counts as
     nothing. Raises UserError if there are none.
     """
-    where = re.sub(r"^(\.{0,2}/)+", "", entry.strip().replace("\\", "/"))
+    where = re.sub(r"^(\.{0,2}/)+", "", composed(entry).strip().replace("\\", "/"))
     for place in (PurePosixPath(data_file).parent / where, PurePosixPath(where)):
         if inside := [path for path in folder.images if place in PurePosixPath(path).parents]:
             return inside
@@ -108,7 +121,7 @@ def _samples(folder: Folder, images: Sequence[str], names: dict[int, str]) -> It
             yield Place(place or image), [str(error)]
             continue
         why = "" if place else f"there is no {places[0]}"
-        yield Place(place or image), folder.row(image, *_boxes(lines, names), None, why)
+        yield Place(place or image), folder.row(image, *_boxes(lines, names), none_because=why)
     label_folders = {PurePosixPath(path).parent for path in taken} - {PurePosixPath(path).parent for path in images}
     for path in folder.with_suffix(".txt"):
         pure = PurePosixPath(path)
@@ -127,17 +140,17 @@ def _boxes(lines: Sequence[str], names: dict[int, str]) -> tuple[list[tuple[str,
     boxes: list[tuple[str, Any, Any]] = []
     faults = []
     for number, line in enumerate(lines, start=1):
-        fields = line.split()
-        if not fields:
+        numbers = line.split()
+        if not numbers:
             continue
-        if len(fields) != 5 or not all(_NUMBER.fullmatch(each.lower()) for each in fields):
-            outline = " of an outline; export boxes" if len(fields) > 6 and len(fields) % 2 else ""
+        if len(numbers) != 5 or not all(_NUMBER.fullmatch(each.lower()) for each in numbers):
+            outline = " of an outline or a rotated box; export boxes" if len(numbers) > 6 and len(numbers) % 2 else ""
             faults.append(
-                f"line {number} is {line.strip()[:60]!r}, {pluralize(len(fields), 'field')}{outline}; expected five "
+                f"line {number} is {line.strip()[:60]!r}, {pluralize(len(numbers), 'field')}{outline}; expected five "
                 "numbers: class x_center y_center width height"
             )
-        elif not fields[0].isdecimal() or int(fields[0]) not in names:
-            faults.append(f"line {number}: no class has the number {fields[0]}; there are {len(names)}")
+        elif (kind := float(numbers[0])) not in names:  # 3.0 and 3 are equal, also as keys
+            faults.append(f"line {number}: no class has the number {kind:g}; there are {len(names)}")
         else:
-            boxes.append((f"line {number}: box", [float(each) for each in fields[1:]], names[int(fields[0])]))
+            boxes.append((f"line {number}: box", [float(each) for each in numbers[1:]], names[int(kind)]))
     return boxes, faults

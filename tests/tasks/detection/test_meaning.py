@@ -1,0 +1,365 @@
+"""Nothing in a folder of images is ignored, whatever its form: one image and one box of it, changed in one way."""
+
+import json
+import logging
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stages.core.errors import UserError
+from stages.core.records import parse
+from stages.tasks.detection.samples import DetectionRecord, ForModel, read_split
+from stages.tasks.detection.sources.rows import Reader
+from tests.data.images import png
+from tests.tasks import prepare
+from tests.tasks.detection.written import WRITERS, Photo
+
+FORMS = ("coco", "yolo", "voc", "parquet")
+FOLDERS = ("coco", "yolo", "voc")
+"""Forms in which images are files of their own."""
+BOX = {"cup": (4, 3, 20, 15)}
+
+
+def write(path: Path, content: bytes | str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_samples(
+    folder: Path,
+    form: str,
+    names: dict[str, list[str]],
+    *,
+    category: str = "cup",
+    boxes: list[list[float]] | None = None,
+    field: tuple[str, Any] | None = None,
+    entry: tuple[str, list[Any]] | None = None,
+    annotated: Callable[[str], str] = lambda name: name,
+) -> Path:
+    """A folder of images of these names by split, each with the boxes, corners in pixels of 40 x 30.
+
+    field: a further field of each box. entry: one of each image, with its values. annotated: from an image's name to
+    that in the annotations.
+    """
+    boxes = [[4, 3, 20, 15]] if boxes is None else boxes
+    more, numbers = dict([field] if field else []), iter(range(999))
+    values = iter(entry[1]) if entry else iter(())
+    for split, some in names.items():
+        images, annotations, rows = [], [], []
+        for name in some:
+            number = next(numbers)
+            encoded, own = png((number * 9, 40, 90)), {entry[0]: next(values)} if entry else {}
+            if form != "parquet":
+                write(folder / split / f"{name}.png", encoded)
+            images.append({"id": number, "file_name": annotated(f"{split}/{name}.png"), **own})
+            annotations += [
+                {"id": next(numbers), "image_id": number, "category_id": 1, "bbox": [x, y, u - x, v - y], **more}
+                for x, y, u, v in boxes
+            ]
+            lines = [f"0 {(x + u) / 80} {(y + v) / 60} {(u - x) / 40} {(v - y) / 30}\n" for x, y, u, v in boxes]
+            inside = "".join(f"<{key}>{value}</{key}>" for key, value in more.items())
+            objects = [
+                f"<object><name>{category}</name>{inside}<bndbox>"
+                f"<xmin>{x}</xmin><ymin>{y}</ymin><xmax>{u}</xmax><ymax>{v}</ymax></bndbox></object>"
+                for x, y, u, v in boxes
+            ]
+            struct = {"bbox": boxes, "category": [category] * len(boxes)}
+            struct |= {key: [value] * len(boxes) for key, value in more.items()}
+            rows.append({"name": name, "image": {"bytes": encoded}, "objects": struct, **own})
+            if form == "yolo":
+                write(folder / annotated(f"{split}/{name}.txt"), "".join(lines))
+            if form == "voc":
+                write(folder / annotated(f"{split}/{name}.xml"), f"<annotation>{''.join(objects)}</annotation>")
+        if form == "coco":
+            document = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": category}]}
+            write(folder / f"{split}/_annotations.coco.json", json.dumps(document))
+        if form == "parquet":
+            (folder / "data").mkdir(parents=True, exist_ok=True)
+            pq.write_table(pa.Table.from_pylist(rows), folder / f"data/{split}-0.parquet")
+    if form == "yolo":
+        write(folder / "classes.txt", f"{category}\n")
+    return folder
+
+
+def read(folder: Path, form: str, **settings: Any) -> tuple[dict[str, Any], dict[str, list[DetectionRecord]]]:
+    """stats.json and the records of each split."""
+    columns = {"columns": {"image_id": "name", "order": "xyxy"}} if form == "parquet" else {}
+    reader = parse(Reader, {"category": ["cup"], "empty_images": True} | columns | settings)
+    out_dir = folder.parent / "prepared"
+    stats = prepare("detection", f"folder:{folder}", out_dir=out_dir, reader=reader)
+    return stats, {split: read_split(out_dir, split) for split in stats["splits"]}
+
+
+def refusal(folder: Path, form: str, **settings: Any) -> str:
+    with pytest.raises(UserError) as refused:
+        read(folder, form, **settings)
+    return refused.value.message
+
+
+def names_of(splits: dict[str, list[DetectionRecord]]) -> dict[str, list[str]]:
+    return {split: sorted(record.image_id for record in records) for split, records in splits.items()}
+
+
+NAMES = {"train": ["a", "b"], "val": ["c"]}
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "yolo"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("iscrowd", 1), ("ignore", 1), ("rotation", 12.5), ("angle", -3), ("deleted", 1)]
+)
+def test_a_field_by_which_a_box_is_none_to_be_learnt_is_refused(
+    tmp_path: Path, form: str, key: str, value: float
+) -> None:
+    message = refusal(write_samples(tmp_path / "in", form, NAMES, field=(key, value)), form)
+    assert "3 invalid samples" in message
+    assert f"({key} {value}" in message.replace("'", "")
+    stats, _ = read(write_samples(tmp_path / "zero", form, NAMES, field=(key, 0)), form)
+    assert stats["splits"]["train"]["records"] == 2
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "yolo"])
+@pytest.mark.parametrize(("key", "value"), [("keypoints", "1 2 3"), ("score", 0.5), ("difficult", 1)])
+def test_other_fields_of_boxes_are_counted_and_refused_on_request(
+    tmp_path: Path, form: str, key: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "stages")
+    folder = write_samples(tmp_path / "in", form, NAMES, field=(key, value))
+    name = {"coco": f"annotations.{key}", "voc": f"object.{key}", "parquet": f"objects.{key}"}[form]
+    assert read(folder, form)[0]["unread_fields"] == {name: 3}
+    assert f"{name} (3)" in caplog.text
+    assert f"fields that are not read: {name} (3)" in refusal(folder, form, strict=True)
+    assert "unread_fields" not in read(write_samples(tmp_path / "plain", form, NAMES), form, strict=True)[0]
+
+
+def test_yolo_has_only_keys_of_its_settings_and_what_is_no_box_is_refused(tmp_path: Path) -> None:
+    folder = write_samples(tmp_path / "in", "yolo", NAMES)
+    (folder / "classes.txt").unlink()
+    write(folder / "data.yaml", "names: [cup]\nnc: 1\nkpt_shape: [17, 3]\n")
+    assert read(folder, "yolo")[0]["unread_fields"] == {"data.yaml kpt_shape": 1}
+    assert "data.yaml kpt_shape (1)" in refusal(folder, "yolo", strict=True)
+    write(folder / "data.yaml", "names: [cup]\nnc: 5\n")
+    assert "nc is 5, but names has 1" in refusal(folder, "yolo")
+    write(folder / "data.yaml", "names: [cup]\n")
+    for count, what in ((5, "3 fields"), (4, "9 fields of an outline or a rotated box")):
+        write(folder / "train/a.txt", "0 " + "0.1 0.1 " * (count if count == 4 else 1))
+        assert what in refusal(folder, "yolo")
+    write(folder / "train/a.txt", "0.000000e+00 5.0e-01 5.0e-01 2.0e-01 2.0E-01\n")
+    assert read(folder, "yolo")[1]["train"][0].boxes == ((0.4, 0.4, 0.6, 0.6),)
+    (folder / "data.yaml").unlink()
+    write(folder / "classes.txt", "cup\n\nlid\n")
+    write(folder / "train/a.txt", "2 0.5 0.5 0.2 0.2\n")
+    assert read(folder, "yolo")[1]["train"][0].categories == ("lid",), "a class's number is that of its line"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("written", ["NFC", "NFD"])
+@pytest.mark.parametrize("asked", ["NFC", "NFD"])
+def test_a_category_is_the_same_however_unicode_composes_it(
+    tmp_path: Path, form: str, written: Any, asked: Any
+) -> None:
+    folder = write_samples(tmp_path / "in", form, NAMES, category=unicodedata.normalize(written, "đèn ly ế"))
+    _, splits = read(folder, form, category=[unicodedata.normalize(asked, "đèn ly ế")])
+    assert {record.categories for record in splits["train"]} == {("đèn ly ế",)}
+    assert splits["val"][0].asked == splits["val"][0].labels == (unicodedata.normalize("NFC", "đèn ly ế"),)
+
+
+@pytest.mark.parametrize("form", FOLDERS)
+@pytest.mark.parametrize(("on_disk", "named"), [("NFD", "NFC"), ("NFC", "NFD")])
+def test_a_file_is_the_same_however_unicode_composes_its_name(
+    tmp_path: Path, form: str, on_disk: Any, named: Any
+) -> None:
+    names = {"train": [unicodedata.normalize(on_disk, "ảnh ế"), "b"], "val": ["c"]}
+    folder = write_samples(tmp_path / "in", form, names, annotated=lambda name: unicodedata.normalize(named, name))
+    _, splits = read(folder, form)
+    assert names_of(splits) == {"train": sorted([unicodedata.normalize("NFC", "ảnh ế"), "b"]), "val": ["c"]}
+    assert all(len(record.boxes) == 1 for records in splits.values() for record in records)
+    write(folder / "train" / f"{unicodedata.normalize(named, 'ảnh ế')}.png", png())
+    assert "differ only in how Unicode composes" in refusal(folder, form)
+
+
+@pytest.mark.parametrize("form", FOLDERS)
+def test_a_word_in_an_images_name_is_no_split_where_folders_are(tmp_path: Path, form: str) -> None:
+    names = {"train": ["bus_1", "train_3", "dev_board_1"], "val": ["bus_4", "train_5", "test"]}
+    assert names_of(read(write_samples(tmp_path / "in", form, names), form)[1]) == {
+        split: sorted(some) for split, some in names.items()
+    }
+    folder = write_samples(tmp_path / "2017", form, {"train2017": ["val_1"], "val2017": ["b"]})
+    assert names_of(read(folder, form)[1]) == {"train": ["val_1"], "val": ["b"]}
+
+
+@pytest.mark.parametrize("form", ["yolo", "voc"])
+@pytest.mark.parametrize(
+    ("paths", "val"),
+    [
+        (["all/bus_1", "all/train_3", "all/train_4", "all/dev_board_1", "all/tram_6"], None),
+        (["all/train_1", "all/train_2", "all/val_1"], ["val_1"]),
+        (["fruit_train/val_1", "fruit_train/b", "fruit_val/c"], ["c"]),
+        (["train/test tubes/a", "train/lamps/b", "val/bullet train/c"], ["c"]),
+    ],
+)
+def test_words_in_names_are_splits_only_if_all_names_have_one(
+    tmp_path: Path, form: str, paths: list[str], val: list[str] | None
+) -> None:
+    names: dict[str, list[str]] = {}
+    for path in paths:
+        names.setdefault(path.rpartition("/")[0], []).append(path.rpartition("/")[2])
+    stats, splits = read(write_samples(tmp_path / "in", form, names), form)
+    if val is None:
+        assert "20% of what the training files hold" in stats["validation"]
+    else:
+        assert names_of(splits)["val"] == val
+    assert sum(map(len, splits.values())) == len(paths)
+
+
+@pytest.mark.parametrize(
+    ("files", "splits"),
+    [
+        ({"test-tube_train": "ab", "test-tube_val": "c"}, {"train": ["a", "b"], "val": ["c"]}),
+        ({"trainval": "ab", "test": "c"}, "test: annotations/test.json\n  no split: annotations/trainval.json"),
+        ({"instances_train2017": "ab", "instances_val2017": "c"}, {"train": ["a", "b"], "val": ["c"]}),
+    ],
+)
+def test_the_name_of_an_annotation_file_says_its_split_or_the_file_is_named(
+    tmp_path: Path, files: dict[str, str], splits: Any
+) -> None:
+    folder = tmp_path / "in"
+    write_samples(folder, "coco", {f"images of {file}!": list(names) for file, names in files.items()})
+    for path in folder.glob("*/*.json"):
+        write(folder / f"annotations/{path.parent.name[10:-1]}.json", path.read_text())
+        path.unlink()
+    if isinstance(splits, str):
+        assert splits in refusal(folder, "coco")
+    else:
+        assert names_of(read(folder, "coco")[1]) == splits
+
+
+def test_imagesets_say_the_split_before_folders_and_names_may_have_spaces(tmp_path: Path) -> None:
+    folder = write_samples(tmp_path / "in", "voc", {"train": ["my photo 1", "val_2"], "val": ["c"]})
+    write(folder / "ImageSets/Main/train.txt", "c\nval_2  1\n")
+    write(folder / "ImageSets/Main/val.txt", "my photo 1\n")
+    assert names_of(read(folder, "voc")[1]) == {"train": ["c", "val_2"], "val": ["my photo 1"]}
+    (folder / "ImageSets/Main/train.txt").rename(folder / "ImageSets/Main/trainval.txt")
+    assert "no split: ImageSets/Main/trainval.txt" in refusal(folder, "voc")
+
+
+@pytest.mark.parametrize("root", ["..\\..\\label-studio\\media\\upload\\4\\", "/home/someone/export/images/", "./"])
+def test_an_image_is_found_whatever_root_its_annotation_names(tmp_path: Path, root: str) -> None:
+    names = {"train": ["a", "same"], "val": ["c", "same"]}
+    folder = write_samples(tmp_path / "in", "coco", names, annotated=lambda name: root + name.rpartition("/")[2])
+    assert names_of(read(folder, "coco")[1]) == names
+    other = write_samples(tmp_path / "other", "coco", names, annotated=lambda name: f"{root}{name}")
+    (other / "val/_annotations.coco.json").rename(other / "val.json")
+    (other / "train/_annotations.coco.json").rename(other / "train.json")
+    assert names_of(read(other, "coco")[1]) == names, "by the folder that they have in common"
+
+
+@pytest.mark.parametrize("name", ["A%20b.png", "a b.PNG", "a b.jpg"])
+@pytest.mark.parametrize("on_disk", ["a b.png", "a b.HEIC"])
+def test_the_similar_name_of_a_missing_image_is_shown(tmp_path: Path, name: str, on_disk: str) -> None:
+    folder = write_samples(tmp_path / "in", "coco", {"train": ["a b", "d"], "val": ["c"]})
+    text = (folder / "train/_annotations.coco.json").read_text()
+    write(folder / "train/_annotations.coco.json", text.replace("train/a b.png", f"train/{name}"))
+    (folder / "train/a b.png").rename(folder / "train" / on_disk)
+    assert f"image 'train/{name}': there is none, only train/{on_disk}" in refusal(folder, "coco")
+    write(folder / "train/_annotations.coco.json", text.replace("a b.png", "a b.HEIC"))
+    (folder / "train" / on_disk).rename(folder / "train/a b.HEIC")
+    (folder / "train/a b.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
+    assert "none of JPEG, PNG, WEBP, the formats that are opened; convert it" in refusal(folder, "coco")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_groups_are_held_out_together_and_are_refused_in_two_splits(tmp_path: Path, form: str) -> None:
+    names = [f"p{number // 3}-{number}" for number in range(15)]
+    patients = [f"patient {number // 3}" for number in range(15)]
+    keys = [r"(p\d+)-"] if form in ("yolo", "voc") else [r"(p\d+)-", "patient"]
+    folder = write_samples(tmp_path / "in", form, {"train": names}, entry=("patient", patients))
+    split = write_samples(tmp_path / "split", form, {"train": names[:4], "val": names[4:]}, entry=("patient", patients))
+    for key in keys:
+        splits = names_of(read(folder, form, group=key)[1])
+        assert len(splits["val"]) == 3
+        assert len({name.partition("-")[0] for name in splits["val"]}) == 1
+        assert f"image or {key} is in another split too" in refusal(split, form, group=key)
+        assert "no group by reader.group, (x" in refusal(folder, form, group="(x+)")
+    names_of(read(split, form)[1])
+    if form in ("yolo", "voc"):
+        assert "patient is None" in refusal(folder, form, group="patient")
+    with pytest.raises(ValueError, match="no regular expression"):
+        Reader(group="(a")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_versions_of_a_photograph_by_roboflow_are_held_out_together(tmp_path: Path, form: str) -> None:
+    names = [f"photo-{number // 3}_jpg.rf.{number:08x}" for number in range(15)]
+    splits = names_of(read(write_samples(tmp_path / "in", form, {"train": names}), form)[1])
+    assert (len(splits["val"]), len({name.partition(".rf.")[0] for name in splits["val"]})) == (3, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_box_that_is_there_twice_is_counted_and_warned_of(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_samples(tmp_path / "in", form, NAMES, boxes=[[4, 3, 20, 15], [5, 3, 20, 15], [4, 3, 20, 15]])
+    stats, splits = read(folder, form)
+    assert stats["splits"]["train"]["repeated_boxes"] == 2
+    assert len(splits["train"][0].boxes) == 3
+    assert "train: 2 are the same box of a category as another of its image, in 2 images" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["coco", "voc", "parquet"])
+def test_shares_in_place_of_pixels_are_refused_with_the_setting_that_reads_them(tmp_path: Path, form: str) -> None:
+    folder = write_samples(tmp_path / "in", form, NAMES, boxes=[[0.25, 0.5, 0.75, 1.0]])
+    message = refusal(folder, form)
+    assert "3 invalid samples" in message
+    assert "shares of the image: set reader: {unit: share}" in message
+    assert read(folder, form, unit="share")[1]["train"][0].boxes == ((0.25, 0.5, 0.75, 1.0),)
+    assert len(read(write_samples(tmp_path / "zero", form, NAMES, boxes=[[0, 0, 2, 1]]), form)[1]["train"]) == 2
+
+
+def test_what_makes_a_coco_file_ambiguous_is_refused(tmp_path: Path) -> None:
+    folder = write_samples(tmp_path / "in", "coco", NAMES)
+    path = folder / "train/_annotations.coco.json"
+    document = json.loads(path.read_text())
+    two = [{"id": 1, "name": "cup"}, {"id": 2, "name": "x"}, {"id": 1, "name": "lid"}]
+    path.write_text(json.dumps({**document, "categories": two}))
+    problem = "train/_annotations.coco.json: the category id 1 has two names, at positions 0 and 2: 'cup' and 'lid'"
+    assert problem in refusal(folder, "coco")
+    path.write_text(json.dumps({**document, "categories": [two[0], two[0]]}))
+    assert len(read(folder, "coco")[1]["train"]) == 2
+    path.write_text(json.dumps(document).replace('"bbox": [4', '"bbox": [9, 9, 9, 9], "bbox": [4'))
+    assert "the key 'bbox' is there twice" in refusal(folder, "coco")
+    path.write_text(json.dumps(document).replace('"bbox": [4, 3, 16, 12]', '"segmentation": [[1, 2, 3, 4, 5, 6]]'))
+    assert "annotation 1: segmentation without a bbox; export boxes" in refusal(folder, "coco")
+    path.write_text("")
+    assert "train/_annotations.coco.json: the file is empty" in refusal(folder, "coco")
+
+
+def test_a_damaged_xml_file_is_named(tmp_path: Path) -> None:
+    folder = write_samples(tmp_path / "in", "voc", NAMES)
+    for content, problem in (("", "the file is empty"), ("<annot", "no XML")):
+        write(folder / "train/a.xml", content)
+        assert f"train/a.xml: {problem}" in refusal(folder, "voc")
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("label", ["cup {big}", "}{", 'a "quote" \\', "[]", "none", '{"bbox_2d": [1, 2, 3, 4]}'])
+def test_a_label_comes_back_out_of_an_answer_in_every_form(tmp_path: Path, family: str, label: str) -> None:
+    WRITERS["coco"](tmp_path / "in", {
+        split: [Photo(name=f"{split}.png", encoded=png((9, number, 0)), boxes=[((0.1, 0.2, 0.5, 0.6), "cup")])]
+        for number, split in enumerate(("train", "val"))
+    })  # fmt: skip
+    _, splits = read(tmp_path / "in", "coco", label={"cup": label})
+    for_model = ForModel(family, lambda *size: size)
+    answer = for_model.conversation(splits["train"][0], answered=True).messages[-1]["content"][0]["text"]
+    assert json.dumps(label, ensure_ascii=False)[1:-1] in answer or label in answer
+
+
+def test_boxes_that_do_not_come_back_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = read(write_samples(tmp_path / "in", "coco", NAMES), "coco")[1]["train"][0]
+    monkeypatch.setattr("stages.tasks.detection.samples.encode_boxes", lambda *_, **__: "none")
+    with pytest.raises(UserError, match="sample a: the boxes of cup do not come back out of 'none', as a qwen2_5_vl"):
+        ForModel("qwen2_5_vl", lambda *size: size).conversation(record, answered=True)
