@@ -96,7 +96,7 @@ serve: setup ## Serve a run that has vLLM's certificate, on loopback, after make
 	@$(offline) $(python) -m tools.serve '$(RUN)' $(if $(PORT),--port $(PORT))
 
 .PHONY: verify
-verify: setup ## Check every file against its record; RERUN=STAGE: run it again and compare (PUBLISHED=FOLDER, KEY=)
+verify: setup ## Read every output back and compare; RERUN=STAGE: run it again and compare (PUBLISHED=FOLDER, KEY=)
 	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) \
 		$(if $(PUBLISHED),--published '$(PUBLISHED)') $(if $(KEY),--key '$(KEY)')
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 
 from stages.core.errors import UserError, configure_logging
-from stages.core.lineage import verified_lineage
+from stages.core.lineage import short, verified_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
@@ -61,6 +61,11 @@ def gather(params: Params, run: str) -> Publication:
     contender = next(each for each in contenders if each.name == run)
     if contender.run is None:
         raise UserError(f"{run} has not been evaluated; run: dvc repro {contender.stage}")
+    if contender.run.model != model.digest:
+        raise UserError(
+            f"{run} was evaluated with content {short(contender.run.model)}, but {merged_dir} now holds "
+            f"{short(model.digest)}; evaluate it again with: dvc repro {contender.stage}"
+        )
     samples, prepared_dir = load_task(recipe.task, "samples"), DATA_DIR / "prepared" / recipe.data
     questions = [
         samples.conversation(sample, answered=False, answer_format=recipe.answer_format)

@@ -93,25 +93,20 @@ def write_records(folder: Path) -> None:
     run_dir = Path("data/runs") / RUN
     plan = YAML(typ="safe").load(folder / run_dir / "plan.yaml")
     base, read, trained = Path("data/bases/vlm"), run_dir / "plan.yaml", run_dir / "trained"
-    merged = [run_dir / "merged", run_dir / "merge.json"]
-    scores = [run_dir / "metrics.json", run_dir / "predictions.parquet", run_dir / "examples"]
-    made = {
-        "train": ([base, read], [trained]),
-        "merge": ([base, read, trained], merged),
-        "evaluate": ([read, *merged], scores),
+    inputs_of = {
+        "train": [base, read],
+        "merge": [base, read, trained],
+        "evaluate": [read, run_dir / "merged", run_dir / "merge.json"],
     }
-    for hour, (stage, (inputs, outputs)) in enumerate(made.items(), start=10):
+    for hour, (stage, inputs) in enumerate(inputs_of.items(), start=10):
         record = replace(
             PROVENANCE,
             stage=f"{stage}@{RUN}",
-            command=f"docker/run {stage} {RUN}",
             started=f"2026-11-21T{hour}:00:00+00:00",
             ended=f"2026-11-21T{hour}:01:00+00:00",
-            seed=plan["seed"],
             plan=plan,
             params={"profiles.tiny.evaluation": {"max_new_tokens": 16}},
             inputs={path.as_posix(): content_digest(folder / path) for path in inputs},
-            outputs={path.as_posix(): content_digest(folder / path) for path in outputs},
         )
         record.write(records_dir(folder / "data", "detection") / f"{record.stage}.json")
 

@@ -7,7 +7,6 @@ from stages.training.records import TrainingRecord
 
 PROVENANCE = Provenance(
     stage="train@r1",
-    command="docker/run train r1",
     started="2026-11-21T09:00:00+00:00",
     ended="2026-11-21T09:01:14+00:00",
     seconds=74.2,
@@ -17,10 +16,8 @@ PROVENANCE = Provenance(
     experiment=None,
     params={},
     plan=None,
-    seed=None,
     attempt=0,
     inputs={},
-    outputs={},
     engine="docker",
     image="bakeoff:cpu-0123456789ab",
     image_digest="sha256:" + "1" * 64,

@@ -114,9 +114,7 @@ def write_made_up_record(data_dir: Path, stage: str, **changes: Any) -> None:
     record = replace(
         PROVENANCE,
         stage=stage,
-        command=f"docker/run {stage.replace('@', ' ')}",
-        plan={"base_dir": base} if trained else None,
-        seed=42 if trained else None,
+        plan={"base_dir": base, "seed": 42} if trained else None,
         inputs={base: "ba5e" * 16, "data/prepared/nutrition-tables/train.parquet": "da7a" * 16},
     )
     replace(record, **changes).write(records_dir(data_dir, "detection") / f"{stage}.json")

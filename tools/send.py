@@ -12,7 +12,7 @@ import click
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
-from stages.core.errors import UserError, listed
+from stages.core.errors import UserError
 from stages.publishing.check import CARD_FILE, check_published
 from stages.publishing.signing import SIGNATURE_FILE, UNSIGNED
 
@@ -21,8 +21,10 @@ from stages.publishing.signing import SIGNATURE_FILE, UNSIGNED
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("repository")
 def main(folder: Path, repository: str) -> None:
-    if problems := check_published(folder).problems:
-        raise UserError(f"{folder} is not as it was signed; publish it again:\n{listed(problems)}")
+    try:
+        check_published(folder)
+    except UserError as error:
+        raise UserError(f"{folder} is not as it was signed; publish it again: {error.message}") from None
     if ModelCard.load(folder / CARD_FILE).data.license is None:
         raise UserError(
             f"the licence of what {folder.name} was made from is not known, or its bases have several: write it into "

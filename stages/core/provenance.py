@@ -1,8 +1,9 @@
 """Provenance: the code, settings, data, packages and machine that made the outputs of a stage, and when.
 
-The launcher writes one record for each stage that succeeded. The record is an output of the stage, so DVC caches it
-with the bytes that it describes, and restores both from its run cache, an experiment or a remote. It has times, and so
-differs between runs of equal bytes: it lies apart from the other outputs, and only comparison and publication read it.
+The launcher writes one record for each stage that succeeded; dvc.lock has the digests of the outputs. The record is an
+output of the stage, so DVC caches it with the bytes that it describes, and restores both from its run cache, an
+experiment or a remote. It has times, and so differs between runs of equal bytes: it lies apart from the other outputs,
+and only comparison and publication read it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ class Machine:
 class Provenance(Record):
     stage: str
     """DVC's name for it, e.g. "train@r1-llm-only"."""
-    command: str
     started: str
     """Start in ISO 8601, UTC; `ended` too."""
     ended: str
@@ -64,14 +64,10 @@ class Provenance(Record):
     """Settings of params.yaml that the stage declares, by dotted path, with defaults filled in."""
     plan: dict[str, Any] | None
     """The plan as it was used; None for a stage without one."""
-    seed: int | None
-    """The plan's seed."""
     attempt: Annotated[int, Field(ge=0)]
     """Restarts after running out of memory."""
     inputs: dict[str, str]
     """Digest of each input, by path; a model folder's is the one in its lineage."""
-    outputs: dict[str, str]
-    """Digest of each output, by path."""
     engine: str
     """Name of the engine, e.g. docker; "process" without containers."""
     image: str | None

@@ -1,4 +1,4 @@
-"""Records the provenance of a stage (stages/core/provenance.py), and compares its inputs with earlier records.
+"""Records the provenance of a stage (stages/core/provenance.py).
 
 Imports nothing heavy: every stage waits for it.
 """
@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,8 +20,7 @@ from stages.core.environment import installed_packages, numeric_settings
 from stages.core.errors import UserError
 from stages.core.lineage import combined_digest, content_digest, file_digest
 from stages.core.params.schema import Params
-from stages.core.provenance import Provenance, read_provenance
-from stages.core.records import rebuild
+from stages.core.provenance import Provenance
 from stages.launcher.engines import Engine
 from stages.launcher.gpus import driver_version
 from stages.launcher.images import BELOW_VLLM, below
@@ -38,7 +37,6 @@ def recorder(request: Request, engine: Engine) -> Callable[[Ended, int], None]:
     """Note commit, code, settings and inputs of a stage now, when it starts: files may be edited while a training runs.
 
     Returns what writes the record when the stage has succeeded, given how it ended and the number of that attempt.
-    Raises UserError if an input is not what its stage made.
     """
     stage, workspace_dir, target = request.require_declared(), request.workspace_dir, request.image_target
     started, clock = datetime.now(UTC), time.monotonic()
@@ -49,7 +47,7 @@ def recorder(request: Request, engine: Engine) -> Callable[[Ended, int], None]:
     noted: dict[str, Any] = {
         "code": code_digest(workspace_dir, stage),
         "params": used_params(request.params, stage),
-        "inputs": recorded_inputs(workspace_dir, request.stages, stage),
+        "inputs": digests(workspace_dir, stage.inputs("data")),
         "lock": lock_digest(workspace_dir, engine, target=below(target)),
         "vllm_lock": file_digest(workspace_dir / f"docker/{target}.lock") if uses_vllm else None,
     }
@@ -60,7 +58,6 @@ def recorder(request: Request, engine: Engine) -> Callable[[Ended, int], None]:
         plan = plan_followed(request, stage, attempt)
         provenance = Provenance(
             stage=stage.name,
-            command=stage.command,
             started=started.isoformat(timespec="seconds"),
             ended=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - clock, 2),
@@ -68,9 +65,7 @@ def recorder(request: Request, engine: Engine) -> Callable[[Ended, int], None]:
             changed=changed,
             experiment=request.caller.get("DVC_EXP_NAME"),
             plan=None if plan is None else asdict(plan),
-            seed=None if plan is None else plan.seed,
             attempt=attempt,
-            outputs=digests(workspace_dir, stage.written),
             engine=engine.name,
             image=image,
             image_digest=image_digest,
@@ -83,29 +78,6 @@ def recorder(request: Request, engine: Engine) -> Callable[[Ended, int], None]:
         provenance.write(workspace_dir / stage.provenance)
 
     return write
-
-
-def recorded_inputs(workspace_dir: Path, stages: Sequence[DeclaredStage], stage: DeclaredStage) -> dict[str, str]:
-    """Digests of the data that a stage reads, by path.
-
-    DVC does not read a file again whose time and size it knows; records have digests. Raises UserError, with the
-    commands that fix it, if an input is an output of a stage whose record has another digest.
-    """
-    inputs = digests(workspace_dir, stage.inputs("data"))
-    wrong = []
-    for maker in stages:
-        read = inputs.keys() & set(maker.written)
-        if read and maker.provenance is not None and (record := workspace_dir / maker.provenance).exists():
-            made = read_provenance(record).outputs
-            wrong += [
-                f"{path} is not what {maker.name} made, by its record in {maker.provenance}; "
-                f"rebuild it with: {rebuild(maker.name)}"
-                for path in sorted(read)
-                if made.get(path) not in (None, inputs[path])
-            ]
-    if wrong:
-        raise UserError("\n".join(wrong))
-    return inputs
 
 
 def digests(workspace_dir: Path, paths: Iterable[str]) -> dict[str, str]:

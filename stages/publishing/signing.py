@@ -28,20 +28,20 @@ who must know who signed compares its fingerprint with the publisher's, or verif
 STATEMENT_FILE = "provenance.intoto.json"
 FOLDER_DIGEST = "bakeoffFolder"
 """Digest algorithm of a folder: SHA-256 over its files' names and SHA-256 (stages/core/lineage.py)."""
-BUILD_TYPE = "urn:bakeoff:stages:v2"
+BUILD_TYPE = "urn:bakeoff:stages:v3"
 """Form of the statement's records and of evidence/. Its number rises when a field of one of them comes or goes."""
 UNSIGNED = (SIGNATURE_FILE, ".cache", ".git", ".gitattributes")
 """Names that may be in the folder without being signed: the signature, and those that the hub and its client add."""
 
 
 def statement(files: Mapping[str, str], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The content of the statement. Nothing in it is not here, so that a check compares it as a whole.
+    """The content of the statement.
 
     files: SHA-256 of each published file by name, excluding statement, key and signature. records: the fields of the
     records of the stages that made the model, in the order in which they ended.
     """
-    made = {path for record in records for path in record["outputs"]}
-    read = {path: digest for record in records for path, digest in record["inputs"].items() if path not in made}
+    inputs = {path: digest for record in records for path, digest in record["inputs"].items()}
+    made_of = {path: digest for path, digest in inputs.items() if path.startswith(("data/bases/", "data/prepared/"))}
 
     def distinct(field: str) -> list[Any]:
         return list(dict.fromkeys(record[field] for record in records if record[field]))
@@ -53,10 +53,10 @@ def statement(files: Mapping[str, str], records: Sequence[Mapping[str, Any]]) ->
         "predicate": {
             "buildDefinition": {
                 "buildType": BUILD_TYPE,
-                "externalParameters": {"commands": [record["command"] for record in records]},
+                "externalParameters": {"stages": [record["stage"] for record in records]},
                 "internalParameters": {"records": list(records)},
                 "resolvedDependencies": [
-                    *({"name": path, "digest": {_algorithm(path): digest}} for path, digest in read.items()),
+                    *({"name": path, "digest": {_algorithm(path): digest}} for path, digest in made_of.items()),
                     *({"name": "git", "digest": {"gitCommit": commit}} for commit in distinct("commit")),
                     *({"name": "packages", "digest": {"sha256": lock}} for lock in distinct("lock")),
                 ],
@@ -114,7 +114,7 @@ def sign(folder: Path, key_path: Path) -> None:
 
 
 def require_signature(folder: Path, key_path: Path) -> None:
-    """Raises UserError unless the key signed exactly these files. A damaged signature or key raises anything else."""
+    """Raises UserError unless the key signed exactly these files. A damaged signature or key may raise anything."""
     from model_signing import hashing, verifying
 
     # DVC and the hub's cache may link to files elsewhere: the content counts.
@@ -124,11 +124,9 @@ def require_signature(folder: Path, key_path: Path) -> None:
     try:
         verifier.verify(folder, folder / SIGNATURE_FILE)
     except InvalidSignature:
-        raise UserError(f"it is not by the key {key_path}, or was changed") from None
+        raise UserError(f"{SIGNATURE_FILE} is not by the key {key_path}, or was changed") from None
     except ValueError as error:
         if str(error).startswith("Key mismatch"):
-            raise UserError(f"it is not by the key {key_path}") from None
-        differences = re.findall(r"mismatch for '(.*?)': Expected|(?:Extra|Missing) files[^:]*: ([^\"']*)", str(error))
-        if not differences:
-            raise
-        raise UserError(f"it is of other files: {', '.join(one or more for one, more in differences)}") from None
+            raise UserError(f"{SIGNATURE_FILE} is not by the key {key_path}") from None
+        names = re.findall(r"mismatch for \W*([^'\\]+)", str(error))
+        raise UserError(f"{SIGNATURE_FILE} does not match {', '.join(names) or 'the files'}") from None

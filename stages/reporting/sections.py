@@ -459,7 +459,7 @@ def origins_table(runs: Sequence[Run]) -> Table:
                 record.image or record.engine,
                 short(record.lock) if record.lock else None,
                 record.device,
-                record.seed,
+                record.plan["seed"] if record.plan else None,
                 next((digest for path, digest in inputs.items() if path.startswith(bases)), None),
                 next((digest for path, digest in inputs.items() if path.startswith("data/prepared/")), None),
                 record.started.replace("T", " ").removesuffix("+00:00"),

@@ -49,19 +49,13 @@ stages:
       params: ["tracking", "profiles.${{profile}}.memory.micro_batch", "profiles.${{profile}}.bases.none"]
       deps: [data/bases/vlm, "data/runs/${{key}}/plan.yaml", docker, stages/train.py]
       outs: ["{RECORD.replace("r1-llm-only", "${key}")}", "data/runs/${{key}}/trained"]
-  compare@detection:
-    cmd: docker/run compare
-    deps: [data/runs/r1-llm-only/trained]
-    outs: [data/report]
 """
-
-TRAINED = Path("data/runs/r1-llm-only/trained")
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """A checkout with one commit, whose train stage is STAGE."""
-    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=STAGE, compare="")
+    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=STAGE)
     commit(workspace)
     return workspace
 
@@ -74,7 +68,7 @@ def train(workspace: Path, code: int = 0, **environment: str) -> Provenance:
 
 def test_record_has_the_origin_of_the_outputs(workspace: Path) -> None:
     record = train(workspace, DVC_EXP_NAME="narrow", OMP_NUM_THREADS="1", SECRET="x")
-    assert (record.stage, record.command) == ("train@r1-llm-only", "docker/run train r1-llm-only")
+    assert record.stage == "train@r1-llm-only"
     assert record.commit == run(workspace, "git", "rev-parse", "HEAD").strip()
     assert record.changed == []  # the stage edits params.yaml, but after it has started
     assert record.params == {
@@ -84,14 +78,11 @@ def test_record_has_the_origin_of_the_outputs(workspace: Path) -> None:
     plan = read_plan("r1-llm-only", runs_dir=workspace / "data/runs")
     assert record.plan is not None
     assert record.plan["schedule"]["num_steps"] == plan.schedule.num_steps
-    assert (record.seed, record.attempt, record.experiment) == (42, 0, "narrow")
+    assert (record.plan["seed"], record.attempt, record.experiment) == (42, 0, "narrow")
     base = workspace / "data/bases/vlm"
     assert record.inputs["data/bases/vlm"] == content_digest(base)
     plan_path = "data/runs/r1-llm-only/plan.yaml"
     assert record.inputs[plan_path] == hashlib.sha256((workspace / plan_path).read_bytes()).hexdigest()
-    assert record.outputs == {
-        "data/runs/r1-llm-only/trained": content_digest(workspace / "data/runs/r1-llm-only/trained")
-    }
     assert (record.engine, record.image, record.gpus, record.driver) == ("process", None, [], None)
     assert record.machine == replace(
         this_machine(pinned_instructions({})), packages=record.machine.packages if record.machine else {}
@@ -136,26 +127,13 @@ def test_reading_git_changes_nothing(workspace: Path) -> None:
 def test_gpus_and_driver_are_recorded(workspace: Path) -> None:
     gpus = (Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100", used_bytes=0) for index in range(2))
     raw = YAML(typ="safe").load(workspace / "params.yaml")
+    raw["gpu"] = 24
     raw["profiles"]["tiny"]["device"] = {"kind": "cuda", "count": 2}
     raw["profiles"]["tiny"]["memory"]["placement"] = "ddp"
     write_yaml(raw, workspace / "params.yaml")
     record = train(workspace, **set_gpus(workspace, *gpus))
     assert record.gpus == ["NVIDIA A100"] * 2
     assert record.device == "2 x NVIDIA A100, driver 580.95.05"
-
-
-def test_input_that_differs_from_its_record_is_refused(workspace: Path) -> None:
-    train(workspace)
-    (workspace / TRAINED / "weights").write_text("other weights")
-    said = (
-        f"{TRAINED} is not what train@r1-llm-only made, by its record in {RECORD}; "
-        "rebuild it with: dvc repro -f -s train@r1-llm-only"
-    )
-    assert said in run(workspace, "docker/run", "compare", "detection", code=1)
-    (workspace / RECORD).write_text("{")
-    assert f"{RECORD} is damaged" in run(workspace, "docker/run", "compare", "detection", code=1)
-    (workspace / RECORD).unlink()  # without a record it is taken as it is
-    assert run(workspace, "docker/run", "compare", "detection") == ""
 
 
 def test_code_digest_depends_on_content_alone_and_params_have_defaults(workspace: Path, tmp_path: Path) -> None:

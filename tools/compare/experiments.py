@@ -7,17 +7,17 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError, join_truncated, listed
-from stages.core.lineage import short
+from stages.core.lineage import json_digest, short
 from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
 from stages.planning.memory_use import stage_memory_path
 from stages.reporting.runs import report_runs_dir
@@ -54,6 +54,8 @@ class Experiment:
     name: str
     data_dir: Path
     """Has the layout of a workspace's data/, with the runs of a task and the launcher's records."""
+    lock: Mapping[str, Any]
+    """The stages of dvc.lock, by name: their settings, and the digests of what they read and wrote."""
 
     @cached_property
     def records(self) -> dict[str, Provenance]:
@@ -135,7 +137,8 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
     Raises UserError for an unknown revision, and if DVC's cache lacks a file.
     """
     if revision == WORKSPACE:
-        return Experiment(name=name, data_dir=Path("data"))
+        path = Path("dvc.lock")
+        return Experiment(name=name, data_dir=Path("data"), lock=_stages(path.read_text()) if path.exists() else {})
     from dvc.api import DVCFileSystem
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
@@ -146,7 +149,7 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
     try:
         with Repo() as repo:
             files = DVCFileSystem(rev=resolve_rev(repo.scm, revision))  # it takes an unknown one for an empty folder
-        lock = YAML(typ="safe").load(files.read_text("dvc.lock"))["stages"] if files.exists("dvc.lock") else {}
+        lock = _stages(files.read_text("dvc.lock")) if files.exists("dvc.lock") else {}
         made = [Path(output["path"]) for entry in lock.values() for output in entry.get("outs", [])]
         for path in made:  # an output of a stage that has not run cannot be copied, nor a folder that it is in
             if any(
@@ -160,7 +163,12 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
         raise UserError(
             f"experiment {name} cannot be read: {error}; if it was run elsewhere: dvc exp pull REMOTE {name}"
         ) from None
-    return Experiment(name=name, data_dir=data_dir)
+    return Experiment(name=name, data_dir=data_dir, lock=lock)
+
+
+def _stages(lock: str) -> Mapping[str, Any]:
+    stages: Mapping[str, Any] = YAML(typ="safe").load(lock)["stages"]
+    return stages
 
 
 def unlike(
@@ -181,12 +189,13 @@ def unlike(
 
 def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = None) -> dict[Condition, str]:
     """Settings, code, data and packages of every stage behind the runs of a task, or behind those of some recipes."""
-    records, seen = experiment.records, set()
+    lock, seen = experiment.lock, set()
     values: dict[Condition, str] = {}
-    made = {path: stage for stage, record in records.items() for path in record.outputs}
+    outputs = {stage: _digests(entry.get("outs", ())) for stage, entry in lock.items()}
+    made = {path: stage for stage, paths in outputs.items() for path in paths}
     waiting = []
     for name in experiment.evaluated(task) if names is None else names:
-        evaluations = [stage for kind in _EVALUATIONS if (stage := f"{kind}@{name}") in records]
+        evaluations = [stage for kind in _EVALUATIONS if (stage := f"{kind}@{name}") in lock]
         values[Condition("record of", name)] = "yes" if evaluations else "none"
         waiting += evaluations
     while waiting:
@@ -194,20 +203,26 @@ def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = 
         if stage in seen:
             continue
         seen.add(stage)
-        record = records[stage]
-        for path, value in flattened(record.params):
+        for path, value in flattened(lock[stage].get("params", {}).get("params.yaml", {})):
             values[Condition("setting of", stage, path)] = json.dumps(value, ensure_ascii=False)
-        if record.machine:
+        if (record := experiment.records.get(stage)) and record.machine:
             values |= {Condition("package", name): version for name, version in record.machine.packages.items()}
-        values |= {Condition("code of", stage): short(record.code), Condition("inputs of", stage): "as made"}
-        outside = record.outputs if stage.partition("@")[0] in _SOURCES else {}
-        for path, digest in record.inputs.items():
+        inputs = _digests(lock[stage].get("deps", ()))
+        code = {path: digest for path, digest in inputs.items() if path.startswith("stages/")}
+        values |= {Condition("code of", stage): short(json_digest(code)), Condition("inputs of", stage): "as made"}
+        outside = outputs[stage] if stage.partition("@")[0] in _SOURCES else {}
+        for path, digest in ((path, digest) for path, digest in inputs.items() if path.startswith("data/")):
             maker = next((made[each] for each in made if path == each or path.startswith(f"{each}/")), None)
             if maker is None:
                 outside = {**outside, path: digest}
-            elif records[maker].outputs.get(path, digest) != digest:
+            elif outputs[maker].get(path, digest) != digest:
                 values[Condition("inputs of", stage)] = f"{path} was replaced since"
             else:
                 waiting.append(maker)
         values |= {Condition("file", path): short(digest) for path, digest in outside.items()}
     return dict(sorted(values.items(), key=lambda item: str(item[0])))
+
+
+def _digests(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """MD5 by path, of deps or outs in dvc.lock. Records of provenance have times, and are left out."""
+    return {each["path"]: each["md5"] for each in entries if not each["path"].startswith(f"{PROVENANCE_DIR}/")}

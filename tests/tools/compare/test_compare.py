@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from stages.core.errors import UserError
-from stages.core.provenance import records_dir
+from stages.core.lineage import json_digest
 from stages.reporting.runs import evaluation_stage, report_runs_dir
 from tests import ROOT
 from tests.made_up_records import PROVENANCE
@@ -35,15 +35,30 @@ def write_experiment(
     folder: Path, seed: int, *, leave_out: tuple[str, ...] = (), base: str = "ba5e" * 16
 ) -> Experiment:
     """Runs and records of a whole comparison under a seed; the base is the same under each."""
-    params = replace(project_params(), seed=seed)
+    params, lock = replace(project_params(), seed=seed), {}
     for number, (name, mean) in enumerate(MEANS.items()):
         if name not in leave_out:
             trained = name in params.recipes
             ious = made_up_ious(mean, 60, seed=10 * seed + number if trained else number)
             write_made_up_run(report_runs_dir(folder, "detection"), name, ious, params=params if trained else None)
             evaluation = evaluation_stage(name, trained=trained)
-            write_made_up_record(folder, evaluation, inputs={"data/bases/vlm": base}, params={"seed": seed})
-    return Experiment(name=folder.name, data_dir=folder)
+            lock[evaluation] = locked({"data/bases/vlm": base}, params={"seed": seed})
+    return Experiment(name=folder.name, data_dir=folder, lock=lock)
+
+
+def locked(
+    deps: dict[str, str], outs: dict[str, str] | None = None, *, code: str = "c0", params: Any = None
+) -> dict[str, Any]:
+    """The entry of a stage in dvc.lock. deps, outs: digests by path."""
+
+    def entries(digests: dict[str, str]) -> list[dict[str, str]]:
+        return [{"path": path, "hash": "md5", "md5": digest} for path, digest in digests.items()]
+
+    return {
+        "deps": entries({**deps, "stages/train.py": code}),
+        "outs": entries(outs or {}),
+        "params": {"params.yaml": params or {}},
+    }
 
 
 @pytest.fixture
@@ -93,7 +108,7 @@ def test_other_conditions_are_left_out_by_name_and_refused_if_named(run: Any, tm
         write_experiment(tmp_path / name, seed, base=base)
         for name, seed, base in (("exp-42", 42, "one"), ("exp-43", 43, "one"), ("other", 44, "new"))
     ]
-    experiments.append(Experiment(name="empty", data_dir=tmp_path / "empty"))
+    experiments.append(Experiment(name="empty", data_dir=tmp_path / "empty", lock={}))
     output = run(experiments, failed={"sad-kiln": "failed"})
     assert "Seeds 42, 43, of 2 experiments: exp-42, exp-43." in output
     assert (
@@ -124,6 +139,7 @@ def test_one_seed_is_refused(run: Any, tmp_path: Path) -> None:
 
 def write_rates(folder: Path, rates: dict[str, str], mean: dict[str, float], *, split: str | None) -> Experiment:
     """An experiment of recipes with learning rates, scored on a split; None for the validation split."""
+    lock = {}
     for number, (name, rate) in enumerate(rates.items()):
         ious = made_up_ious(mean[name], 60, seed=round(1e6 * float(rate)) + number)
         run_dir = write_made_up_run(report_runs_dir(folder, "detection"), name, ious, params=project_params())
@@ -131,8 +147,8 @@ def write_rates(folder: Path, rates: dict[str, str], mean: dict[str, float], *, 
             metrics = json.loads((run_dir / "metrics.json").read_text())
             (run_dir / "metrics.json").write_text(json.dumps(metrics | {"split": split}))
         settings = {"scored": split or "val", f"recipes.{name}": {"learning_rate": float(rate)}}
-        write_made_up_record(folder, f"evaluate@{name}", params=settings | {"data": {"selection": 0.15}})
-    return Experiment(name=folder.name, data_dir=folder)
+        lock[f"evaluate@{name}"] = locked({}, params=settings | {"data": {"selection": 0.15}})
+    return Experiment(name=folder.name, data_dir=folder, lock=lock)
 
 
 def test_the_best_learning_rate_of_each_recipe_is_chosen(run: Any, tmp_path: Path) -> None:
@@ -169,15 +185,19 @@ def recorded(
     prepared = {"data/prepared/tables": data}
     assert PROVENANCE.machine is not None
     machine = replace(PROVENANCE.machine, packages={"torch": torch})
-    for stage, inputs, outputs, more in (
-        ("prepare@tables", {}, prepared, {}),
-        ("plan@r1", {"data/prepared/tables/train.parquet": data}, plan, {"params": settings}),
-        ("train@r1", plan, trained, {"code": code, "machine": machine}),
-        ("evaluate@r1", trained, reported, {}),
-        ("train@r2", {"data/other": "2"}, {"data/runs/r2/trained": "2"}, {}),
-    ):
-        write_made_up_record(folder, stage, inputs=inputs, outputs=outputs, **{"code": "c0", **more})
-    return Experiment(name=folder.name, data_dir=folder)
+    write_made_up_record(folder, "train@r1", machine=machine)
+    lock = {
+        "prepare@tables": locked({}, prepared),
+        "plan@r1": locked({"data/prepared/tables/train.parquet": data}, plan, params=settings),
+        "train@r1": locked(plan, trained, code=code),
+        "evaluate@r1": locked(trained, reported),
+        "train@r2": locked({"data/other": "2"}, {"data/runs/r2/trained": "2"}),
+    }
+    return Experiment(name=folder.name, data_dir=folder, lock=lock)
+
+
+def code_digest(code: str) -> str:
+    return json_digest({"stages/train.py": code})[:12]
 
 
 def differences(*arguments: Any) -> dict[str, dict[str, list[str]]]:
@@ -188,7 +208,7 @@ def test_conditions_are_settings_and_all_that_no_stage_made(tmp_path: Path) -> N
     stages = ("evaluate@r1", "plan@r1", "prepare@tables", "train@r1")
     found = conditions(recorded(tmp_path / "one"), "detection")
     assert {str(condition): value for condition, value in found.items()} == {
-        **{f"code of {stage}": "c0de" if stage == "train@r1" else "c0" for stage in stages},
+        **{f"code of {stage}": code_digest("c0de" if stage == "train@r1" else "c0") for stage in stages},
         **{f"inputs of {stage}": "as made" for stage in stages},
         "data/prepared/tables": "da7a",
         "package torch": "2.13.0",
@@ -203,7 +223,7 @@ def test_only_the_seed_is_no_difference(tmp_path: Path) -> None:
     assert differences([one, recorded(tmp_path / "other", seed=43)], "detection") == {}
     changed = recorded(tmp_path / "changed", rank=8, code="new", data="other data", torch="2.14.0")
     differing = {
-        "code of train@r1": {"c0de": ["one"], "new": ["changed"]},
+        "code of train@r1": {code_digest("c0de"): ["one"], code_digest("new"): ["changed"]},
         "data/prepared/tables": {"da7a": ["one"], "other data": ["changed"]},
         "package torch": {"2.13.0": ["one"], "2.14.0": ["changed"]},
         "plan@r1: recipes.r1.lora.rank": {"64": ["one"], "8": ["changed"]},
@@ -215,10 +235,10 @@ def test_only_the_seed_is_no_difference(tmp_path: Path) -> None:
 
 def test_a_stale_card_is_no_seed(tmp_path: Path) -> None:
     one, stale, lost = (recorded(tmp_path / name) for name in ("one", "stale", "lost"))
-    write_made_up_record(stale.data_dir, "train@r1", outputs={"data/runs/r1/trained": "new"}, inputs={})
+    stale.lock["train@r1"]["outs"][0]["md5"] = "new"
     found = differences([one, stale], "detection")["inputs of evaluate@r1"]
     assert found == {"as made": ["one"], "data/runs/r1/trained was replaced since": ["stale"]}
-    (records_dir(lost.data_dir, "detection") / "evaluate@r1.json").unlink()
+    lost = replace(lost, lock={stage: entry for stage, entry in lost.lock.items() if stage != "evaluate@r1"})
     assert differences([one, lost], "detection")["record of r1"] == {"yes": ["one"], "none": ["lost"]}
 
 

@@ -123,7 +123,7 @@ ious = made_up_ious(0.3 + 0.2 * number, 60, seed=10 * seed + number if trained e
 params = replace(params, seed=seed) if trained else None
 write_made_up_run(report_runs_dir(Path("data"), "detection"), name, ious, params=params)
 stage = ("evaluate@" if trained else "baseline@") + name
-write_made_up_record(Path("data"), stage, inputs={{}}, outputs={{}}, params={{"seed": seed}})
+write_made_up_record(Path("data"), stage, inputs={{}})
 """
 NAMES = ("base-vlm", "r1-llm-only", "r4-joint")
 
@@ -175,7 +175,8 @@ def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path, monkeypa
     revisions, others = named_revisions()
     assert (len(revisions), others) == (4, {"waiting": "queued"}), "the workspace and three experiments"
     found = [fetch(name, revision, "detection", tmp_path / "fetched") for name, revision in revisions.items()]
-    assert {each.records["evaluate@r4-joint"].params["seed"] for each in found if each.records} == {42, 43, 44}
+    entries = [each.lock["evaluate@r4-joint"] for each in found if each.lock]
+    assert {entry["params"]["params.yaml"]["seed"] for entry in entries} == {42, 43, 44}
     assert {*NAMES[1:]} <= {*found[-1].evaluated("detection")}
     with pytest.raises(UserError, match="experiment seed-45 cannot be read"):
         fetch("seed-45", "seed-45", "detection", tmp_path / "fetched")

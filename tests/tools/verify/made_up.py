@@ -37,6 +37,7 @@ stages:
       deps: [data/bases/vlm]
       outs: ["data/provenance/detection/train@${key}.json", "data/runs/${key}/trained"]
       metrics: ["data/runs/${key}/training/training.json"]
+      plots: [{"data/runs/${key}/training/plots": {x: step}}]
   merge:
     foreach: ${recipes}
     do:
@@ -74,7 +75,7 @@ def base(name: str) -> None:
         shutil.copy("data/source/config.json", folder)
         save_file(weights(0), folder / "model.safetensors")
         write_lineage(folder, kind="base", name=name, source={"folder": "data/source"})
-    record(f"data/provenance/base@{name}.json", ["data/source"], [str(BASE)])
+    record(f"data/provenance/base@{name}.json", ["data/source"])
 
 
 def train(name: str) -> None:
@@ -84,10 +85,10 @@ def train(name: str) -> None:
         save_file(weights(seed), folder / "adapter/adapter_model.safetensors")
         (folder / "thử nghiệm.txt").write_bytes("một\r\nhai\r\n".encode())
         write_lineage(folder, kind="trained", name=name, parents={"base": (BASE, verified_lineage(BASE, fix=""))})
-    (run_dir / "training").mkdir(exist_ok=True)
+    (run_dir / "training/plots").mkdir(parents=True, exist_ok=True)
+    (run_dir / "training/plots/loss.csv").write_text("step,loss\n1,0.5\n")
     (run_dir / "training/training.json").write_text(json.dumps({"train_seconds": 1.5, "final_loss": 1 / seed}))
-    outputs = [f"data/runs/{name}/trained", f"data/runs/{name}/training/training.json"]
-    record(f"data/provenance/detection/train@{name}.json", [str(BASE)], outputs)
+    record(f"data/provenance/detection/train@{name}.json", [str(BASE)])
 
 
 def merge(name: str) -> None:
@@ -100,11 +101,10 @@ def merge(name: str) -> None:
     replace(CERTIFICATE, recipe=name, merged_digest=lineage.digest).write(run_dir / "merge.json")
 
 
-def record(path: str, inputs: list[str], outputs: list[str]) -> None:
-    made = {path: content_digest(Path(path)) for path in outputs}
+def record(path: str, inputs: list[str]) -> None:
     read = {path: content_digest(Path(path)) for path in inputs}
     now = datetime.now(UTC).isoformat()
-    replace(PROVENANCE, stage=Path(path).stem, started=now, inputs=read, outputs=made).write(Path(path))
+    replace(PROVENANCE, stage=Path(path).stem, started=now, inputs=read).write(Path(path))
 
 
 if __name__ == "__main__":
