@@ -12,10 +12,10 @@ from pathlib import Path
 
 import click
 
+from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import short, write_lineage
 from stages.core.params import load_params
-from stages.core.records import published
 from stages.data.sources import fetch_snapshot
 from stages.models.folders import MODEL_FILES, check_model_folder, copy_model_files
 from stages.models.load import load_config
@@ -30,7 +30,7 @@ def main(name: str) -> None:
     configure_logging(f"base {name}")
     params = load_params()
     kind, _, where = params.base_source(name).partition(":")
-    with published(Path("data/bases") / name) as folder:
+    with atomic_folder(Path("data/bases") / name) as folder:
         if kind == "hub":
             repo_id, _, revision = where.partition("@")
             cached, commit = fetch_snapshot("model", repo_id, revision, patterns=MODEL_FILES)

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 
 import click
 
+from stages.core.atomic import atomic_folder, atomic_write
 from stages.core.errors import configure_logging
 from stages.core.lineage import Lineage, file_digest
 from stages.core.params import load_params
 from stages.core.params.schema import Params
-from stages.core.records import publish_text, published, rebuild
+from stages.core.records import rebuild
 from stages.core.tasks import load_task, require_answer_format
 from stages.data.conversation import Conversation
 from stages.data.parquet import write_rows
@@ -66,10 +67,10 @@ def main(name: str, attempt: int) -> None:
 
     metrics = evaluation.metrics | ({} if params.scored == "val" else {"split": params.scored})
     metrics |= {f"{FAILURE}{kind}": len(found) for kind, found in failures(evaluation.rows, scoring).items()}
-    with published(run_dir / "examples") as examples_dir:
+    with atomic_folder(run_dir / "examples") as examples_dir:
         write_examples(records, evaluation.rows, scoring, examples_dir)
     write_rows(evaluation.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
-    publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
+    atomic_write(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
     report_run_dir = report_runs_dir(Path("data"), task.name) / name
     copy_to_report(run_dir, report_run_dir, lineage=evaluation.lineage)
     if evaluation.certificate:

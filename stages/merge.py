@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stages.core.atomic import atomic_folder
 from stages.core.errors import configure_logging
 from stages.core.lineage import require_base, short
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
-from stages.core.records import published, rebuild
+from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.evaluation.answer import Answerer, batch_size_for
 from stages.evaluation.score import score_answers, summary
@@ -72,7 +73,7 @@ def main(recipe: str, attempt: int) -> None:
         memory.loaded()
         return model
 
-    with published(run_dir / "merged") as merged_dir:
+    with atomic_folder(run_dir / "merged") as merged_dir:
         certificate, merged, logits = merge_certified(
             plan,
             {"base": (base_dir, base_lineage), "trained": (trained_dir, trained_lineage)},

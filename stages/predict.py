@@ -14,9 +14,9 @@ from pathlib import Path
 
 import click
 
+from stages.core.atomic import atomic_write
 from stages.core.errors import configure_logging
 from stages.core.params import load_params
-from stages.core.records import publish_text
 from stages.core.tasks import load_task
 from stages.evaluation.answer import batch_size_for, load_answerer
 from stages.models.certificate import certified_model
@@ -52,7 +52,7 @@ def main(name: str, attempt: int) -> None:
     answers = answerer.answers(questions)
     submission = task.submission(inputs, answers, answer_format=answer_format)
     path = Path("data/predictions") / f"{name}.txt"
-    publish_text(submission.text, path)
+    atomic_write(submission.text, path)
     memory.finish("predict", name)
     log.info("%s: %d answers of %s; %s", path, len(inputs), wanted.recipe, submission.summary())
 

@@ -21,11 +21,12 @@ from pathlib import Path
 
 import click
 
+from stages.core.atomic import atomic_folder
 from stages.core.errors import configure_logging
 from stages.core.lineage import Lineage, read_lineage, short, verified_lineage, write_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
-from stages.core.records import published, rebuild
+from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.evaluation.validation import Validator
 from stages.mixture.trainer import make_trainer
@@ -92,8 +93,8 @@ def train(plan: Plan, attempt: int) -> None:
             checkpoints_dir(repository, plan.recipe), identity, keep=params.checkpoints.keep, owner=first
         ) as checkpoints,
         fused_kernels(model, used=plan.fused_kernels),
-        published(run_dir / "training", keep=first) as training_dir,
-        published(run_dir / "trained", keep=first) as trained_dir,
+        atomic_folder(run_dir / "training", keep=first) as training_dir,
+        atomic_folder(run_dir / "trained", keep=first) as trained_dir,
     ):
         trainer = make_trainer(
             plan, model=model, processor=processor, collator=collator, validator=validator, **tracking

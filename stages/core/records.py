@@ -1,4 +1,4 @@
-"""Files that stages and people write: whole or absent, and read back as the dataclasses that they stand for."""
+"""Files that stages and people write, read as dataclasses or refused with every problem."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import io
 import json
 import math
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Any, Self, TypeVar, get_args, get_type_hints
 
@@ -25,6 +22,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import RoundTripRepresenter
 
+from stages.core.atomic import atomic_write
 from stages.core.errors import UserError, join_truncated, listed
 
 MAX_SHOWN_CHARS = 80
@@ -65,7 +63,7 @@ class Record:
         assert is_dataclass(self)
         content = json.loads(json.dumps(asdict(self)))
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        publish_text(yaml_text(content) if path.suffix == ".yaml" else text, path)
+        atomic_write(yaml_text(content) if path.suffix == ".yaml" else text, path)
 
 
 def yaml_text(content: Any) -> str:
@@ -289,47 +287,3 @@ def shown(value: Any) -> str:
 
 def cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
-
-
-@contextmanager
-def published(folder: Path, *, keep: bool = True) -> Iterator[Path]:
-    """A folder to write into, which gets its name only when the block ends without an error.
-
-    Replaces an older `folder` as a whole; after an error that is left as it was. keep: False discards what is written,
-    for all but one process of a distributed run.
-    """
-    if not keep:
-        with TemporaryDirectory() as scratch:
-            yield Path(scratch)
-        return
-    aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    _apply_umask(aside)
-    if folder.exists():
-        shutil.rmtree(folder)
-    aside.rename(folder)
-
-
-def _apply_umask(folder: Path) -> None:
-    """Give a new folder's files the mode that the umask says; safetensors makes its own readable by the owner alone.
-
-    A file with a second hard link lies in a cache too, and is left as it is.
-    """
-    mode = folder.stat().st_mode & 0o666  # of a folder that mkdir has just made: what the umask leaves
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
-            path.chmod(mode)
-
-
-def publish_text(text: str, path: Path) -> None:
-    """Write a file whole, in place of an older one; never into that: it may be a hard link to DVC's cache."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)

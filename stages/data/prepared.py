@@ -21,9 +21,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import pyarrow as pa
 from pydantic import ConfigDict
 
+from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams
-from stages.core.records import published, read_record, rebuild
+from stages.core.records import read_record, rebuild
 from stages.core.tasks import reader_of
 from stages.data.images import ImageRecord
 from stages.data.near import Description, near_duplicates
@@ -184,7 +185,7 @@ def write_prepared(
     two splits.
     """
     preparation = _Preparation(dataset, data)
-    with published(out_dir) as folder:
+    with atomic_folder(out_dir) as folder:
         for split, records in preparation.records():
             taken = preparation.splits[split].rows(records, getattr(limit, split, None), split, dataset.rules)
             write_rows(taken, folder / f"{split}.parquet", dataset.rules.schema)

@@ -35,11 +35,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from stages.core.atomic import atomic_write
 from stages.core.environment import job_environment, numeric_settings
 from stages.core.errors import UserError
 from stages.core.locks import hold
 from stages.core.params.schema import Params
-from stages.core.records import publish_text
 from stages.core.signals import ENDING, GRACE_S, handling
 from stages.launcher.container import ASIDE_DIR, move, remove
 from stages.launcher.logs import say
@@ -310,7 +310,7 @@ class StageJob:
             )
         remove(self.dir.folder)
         self.dir.folder.mkdir(parents=True)
-        publish_text(json.dumps(self.facts), self.dir.facts_path)
+        atomic_write(json.dumps(self.facts), self.dir.facts_path)
         self._shown_bytes = 0
         log_path = str(self.dir.log_path).replace("%", "%%")  # %j would be the job's number
         request, alone = self.request, self.request.num_nodes == 1
@@ -500,7 +500,7 @@ def run_inside_job(request: Request, run: Callable[[], int]) -> int:
             return code
     if code == 0:
         job.put_aside(workspace_dir, outs)
-    publish_text(str(code), job.folder / "end")
+    atomic_write(str(code), job.folder / "end")
     return code
 
 

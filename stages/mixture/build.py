@@ -21,9 +21,9 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen2MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, short, write_lineage
-from stages.core.records import published
 from stages.data.conversation import Conversation
 from stages.mixture.certificate import TOLERANCE, BuildCertificate, Change
 from stages.mixture.routing import measure_domains
@@ -60,7 +60,7 @@ def build_mixture(
     base_dir, base_lineage = base
     expert_dirs = {name: folder for name, (folder, _) in experts.items()}
     check_lineages(base_lineage, {name: lineage for name, (_, lineage) in experts.items()})
-    with published(built_dir) as folder:
+    with atomic_folder(built_dir) as folder:
         changes = merge_experts(base_dir, expert_dirs, folder, top_k=top_k)
         parents = {"base": base, **{f"expert/{name}": parent for name, parent in experts.items()}}
         lineage = write_lineage(folder, kind="built", name=built_dir.name, parents=parents)

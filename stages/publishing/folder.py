@@ -8,10 +8,10 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+from stages.core.atomic import atomic_folder, atomic_write
 from stages.core.errors import bytes_text, pluralize
 from stages.core.lineage import LINEAGE_FILE, Lineage, digested_files, file_digests
 from stages.core.provenance import Provenance, read_provenance
-from stages.core.records import publish_text, published
 from stages.publishing.card import Publication, write_card
 from stages.publishing.check import (
     CARD_FILE,
@@ -41,7 +41,7 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
         **{run_dir / Path(name).name: name for name in (CERTIFICATE, PLAN, METRICS)},
         merged_dir / LINEAGE_FILE: LINEAGE,
     }
-    with published(published_dir) as folder:
+    with atomic_folder(published_dir) as folder:
         for source, name in copies.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / name)
@@ -49,7 +49,7 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
         digests = file_digests(folder / name for name in (*copies.values(), CARD_FILE))
         files = {path.relative_to(folder).as_posix(): found for path, found in digests.items()}
         content = statement(files, [asdict(record) for record in publication.records])
-        publish_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", folder / STATEMENT_FILE)
+        atomic_write(json.dumps(content, indent=2, ensure_ascii=False) + "\n", folder / STATEMENT_FILE)
         sign(folder, signing_key(key_dir))
         checked = check_published(folder)
     sizes = [path.stat().st_size for path in published_dir.rglob("*") if path.is_file()]

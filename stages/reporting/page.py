@@ -25,7 +25,7 @@ from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
-from stages.core.records import publish_text
+from stages.core.atomic import atomic_write
 from stages.evaluation.statistics import Floats, Interval
 from stages.reporting.compare import Comparison, Contender, Metric, interval_words
 from stages.reporting.runs import FAILURE, Curve, Run
@@ -140,7 +140,7 @@ def write_report(comparison: Comparison, report_dir: Path, *, profile: str, cons
         "index.html": render_page(comparison, profile=profile),
     }
     for name, text in written.items():
-        publish_text(text, report_dir / name)
+        atomic_write(text, report_dir / name)
     print_comparison(comparison, console)
     console.print(Text(f"The whole report: {report_dir / 'index.html'}"), soft_wrap=True)
 

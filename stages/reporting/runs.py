@@ -17,10 +17,11 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 from pydantic import Field
 
+from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, lineage_text, read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
-from stages.core.records import damaged, published, read_record, rebuild
+from stages.core.records import damaged, read_record, rebuild
 from stages.data.parquet import read_rows, read_schema
 from stages.evaluation.statistics import Floats
 from stages.models.certificate import MergeCertificate
@@ -102,7 +103,7 @@ def report_runs_dir(data_dir: Path, task: str) -> Path:
 
 def copy_to_report(run_dir: Path, report_run_dir: Path, *, lineage: Lineage) -> None:
     """Copy REPORT_FILES of a run, in the layout of the run folder, and write the lineage of what was evaluated."""
-    with published(report_run_dir) as folder:
+    with atomic_folder(report_run_dir) as folder:
         (folder / MODEL_LINEAGE_FILE).write_text(lineage_text(lineage), encoding="utf-8")
         for name in REPORT_FILES:
             source, target = run_dir / name, folder / name

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stages.core.atomic import atomic_write
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest, file_digests, json_digest
 from stages.core.locks import LOCK, lock_folder, try_lock
-from stages.core.records import parse_json, publish_text
+from stages.core.records import parse_json
 
 MANIFEST, IDENTITY, FINISHED = "manifest.json", "fingerprint.json", "finished"
 
@@ -110,7 +111,7 @@ def kept_checkpoints(
             (checkpoints.folder / FINISHED).unlink(missing_ok=True)
             for path in checkpoints.folder.glob(".*.partial"):  # of a process that was killed
                 shutil.rmtree(path, ignore_errors=True)
-            publish_text(json.dumps(identity, indent=2) + "\n", checkpoints.folder / IDENTITY)
+            atomic_write(json.dumps(identity, indent=2) + "\n", checkpoints.folder / IDENTITY)
         except OSError as error:
             raise UserError(f"{checkpoints.folder} cannot hold checkpoints: {error}") from None
         if not _steps(checkpoints.folder):

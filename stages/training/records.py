@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from stages.core.atomic import atomic_write
 from stages.core.errors import UserError
 from stages.core.params.schema import TrackingParams
-from stages.core.records import STRICT_OR_NAN, Record, publish_text
+from stages.core.records import STRICT_OR_NAN, Record
 from stages.planning.plan import Validation
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def write_records(trainer: RecipeTrainer, training_dir: Path, *, attempt: int) -
     record = TrainingRecord.of(trainer, attempt=attempt)
     record.write(training_dir / "training.json")
     rows = (f"{step},{loss},{grad_norm}" for step, (loss, grad_norm) in enumerate(trainer.trace or (), start=1))
-    publish_text("\n".join(("step,loss,grad_norm", *rows)) + "\n", training_dir / "trace.csv")
+    atomic_write("\n".join(("step,loss,grad_norm", *rows)) + "\n", training_dir / "trace.csv")
     write_curves(trainer.state.log_history, training_dir)
     return record
 
@@ -166,7 +167,7 @@ def write_curves(history: Log, training_dir: Path) -> None:
             points = [f"{each['step']}\t{float(each[prefix + name])}\n" for each in entries if prefix + name in each]
             if points:
                 path = training_dir / "plots/metrics" / kind / f"{name}.tsv"
-                publish_text("".join((f"step\t{name}\n", *points)), path)
+                atomic_write("".join((f"step\t{name}\n", *points)), path)
 
 
 _PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "mlflow": "mlflow", "trackio": "trackio"}

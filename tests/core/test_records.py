@@ -1,32 +1,18 @@
-"""Files of stages and people: read as dataclasses or refused in a line, and written whole or not at all."""
+"""Files of stages and people: read as dataclasses or refused in a line."""
 
 import json
-import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from safetensors.numpy import save_file
 
 from stages.core.errors import UserError
-from stages.core.records import (
-    Record,
-    Unreadable,
-    parse,
-    parse_json,
-    parse_yaml,
-    problems,
-    publish_text,
-    published,
-    read_record,
-)
+from stages.core.records import Record, Unreadable, parse, parse_json, parse_yaml, problems, read_record
 from tests.damage import TEXTS, quick
 
 
@@ -143,45 +129,3 @@ def test_a_missing_record_or_a_folder_gives_the_command(tmp_path: Path) -> None:
         Written.read(tmp_path / "x.json", fix="make it")
     with pytest.raises(UserError, match=r"cannot be read: Is a directory; rebuild it with: make it"):
         Written.read(tmp_path, fix="make it")
-
-
-def test_a_folder_appears_whole_in_place_of_the_old_one_or_of_a_killed_runs(tmp_path: Path) -> None:
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial/half").write_text("half")
-    for content in ("one", "two"):
-        with published(tmp_path / "out") as folder:
-            (folder / content).write_text(content)
-            assert not (tmp_path / "out" / content).exists()
-        assert [path.name for path in (tmp_path / "out").iterdir()] == [content]
-    with pytest.raises(KeyboardInterrupt), published(tmp_path / "out") as folder:
-        (folder / "new").write_text("new")
-        raise KeyboardInterrupt
-    with published(tmp_path / "out", keep=False) as folder:
-        (folder / "of another process").touch()
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "two"]
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_published_files_have_the_umasks_mode(tmp_path: Path, umask: int, mode: int) -> None:
-    cached = tmp_path / "cached"
-    cached.write_text("read-only")
-    cached.chmod(0o444)
-    before = os.umask(umask)
-    try:
-        with published(tmp_path / "out") as folder:
-            (folder / "adapter").mkdir()
-            save_file({"w": np.zeros(1)}, folder / "adapter/weights.safetensors")
-            assert stat.S_IMODE((folder / "adapter/weights.safetensors").stat().st_mode) == 0o600, "as safetensors does"
-            os.link(cached, folder / "linked")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "out/adapter/weights.safetensors").stat().st_mode) == mode
-    assert stat.S_IMODE(cached.stat().st_mode) == 0o444, "of the hub's cache"
-
-
-def test_a_file_that_is_linked_from_the_cache_is_replaced_not_written_into(tmp_path: Path) -> None:
-    cached = tmp_path / "cached"
-    cached.write_text("old")
-    os.link(cached, tmp_path / "metrics.json")
-    publish_text("new", tmp_path / "metrics.json")
-    assert (cached.read_text(), (tmp_path / "metrics.json").read_text()) == ("old", "new")

@@ -26,10 +26,11 @@ import click
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ruamel.yaml import YAML
 
+from stages.core.atomic import atomic_write
 from stages.core.errors import UserError, configure_logging, join_truncated, listed, pluralize
 from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams, Params
-from stages.core.records import cut, nearest, publish_text
+from stages.core.records import cut, nearest
 from stages.core.tasks import load_task
 from stages.data.prepared import prepare
 from stages.reporting.page import inline_image
@@ -243,7 +244,7 @@ def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequ
         name=name, lines=lines, problems=[printable(problem) for problem in problems[:100]], images=images
     )
     path = PAGE_DIR / f"{name}.html"
-    publish_text(page, path)
+    atomic_write(page, path)
     return path
 
 

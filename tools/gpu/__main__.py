@@ -34,9 +34,9 @@ from typing import Any
 
 import click
 
+from stages.core.atomic import atomic_write
 from stages.core.environment import installed_packages, stage_environment
 from stages.core.errors import OUT_OF_MEMORY, UserError, configure_logging
-from stages.core.records import publish_text
 from stages.core.signals import end_with_parent
 from stages.launcher.gpus import leased_gpus, read_gpus
 from stages.launcher.process import cuda_of_torch, triton_dir
@@ -161,7 +161,7 @@ class Results:
 
     def keep(self, key: str, result: Mapping[str, Any]) -> None:
         self.by_key[key] = {**result, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        publish_text(json.dumps(self.by_key, indent=1), self.path)
+        atomic_write(json.dumps(self.by_key, indent=1), self.path)
 
     def measure(self, wanted: Sequence[Measurement], kind: str, uuid: str, deadline: float) -> None:
         """Measure what has no result yet, and keep each as it comes. deadline: in time.monotonic; then nothing starts.
@@ -248,7 +248,7 @@ def calibrate(results: Results, wanted: Sequence[Measurement], path: Path) -> No
         click.echo(f"{constant}: {value:g} ({source})")
     if left := [each for each in wanted if each.job == "trainings" and each.key not in results.by_key]:
         raise UserError(f"{len(left)} trainings are still to be tried, by: make gpu")
-    publish_text(recalibrated(path.read_text(encoding="utf-8"), values, source), path)
+    atomic_write(recalibrated(path.read_text(encoding="utf-8"), values, source), path)
     load_calibration(path)
     click.echo(f"wrote {path}; it is part of every plan, so commit it")
 
@@ -285,7 +285,7 @@ def main(budget_s: float, only: str, dry_run: bool, calibrate_by: Path | None) -
     if dry_run:
         click.echo(text)
     else:
-        publish_text(text, path := Path("docs/gpu") / f"{_slug(name)}.md")
+        atomic_write(text, path := Path("docs/gpu") / f"{_slug(name)}.md")
         log.info("wrote %s", path)
     bad = [
         key

@@ -34,10 +34,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 
+from stages.core.atomic import atomic_write
 from stages.core.errors import UserError, configure_logging
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams
-from stages.core.records import publish_text, read_settings, yaml_text
+from stages.core.records import read_settings, yaml_text
 from stages.core.signals import end_with_parent
 from stages.evaluation.answer import answered_tokens
 from stages.internals.torch_internals import chosen_attention, cpu_peak
@@ -399,7 +400,7 @@ def run_recipe(device: str, *, recipe: str, memory: Mapping[str, Any]) -> dict[s
         folder = Path(name)
         for part in ("stages", "data/metrics", "data/tiny"):
             shutil.copytree(ROOT / part, folder / part)
-        publish_text(yaml_text(raw), folder / "params.yaml")
+        atomic_write(yaml_text(raw), folder / "params.yaml")
         base = wanted["base"].removeprefix("bases/")
         for stage, item in (("base", base), ("prepare", wanted["data"]), ("plan", recipe)):
             _run(stage, item, folder)

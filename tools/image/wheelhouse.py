@@ -20,9 +20,9 @@ from typing import cast
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
+from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest
-from stages.core.records import published
 
 SOURCE_ONLY = "antlr4-python3-runtime"
 """A package that is published without a wheel; the image build makes it."""
@@ -90,7 +90,7 @@ def make_wheelhouse(folder: Path, locks: Sequence[Path], cpu_torch: str | None, 
         # Bytes are checked when they are installed.
         if contents["for"] == wanted and {path.name for path in folder.iterdir()} == {CONTENTS, *contents["files"]}:
             return False
-    with published(folder) as partial:
+    with atomic_folder(folder) as partial:
         # Files of an older wheelhouse are not fetched again.
         options = [*platform.pip_options(), "--dest", str(partial), *(["--find-links", str(folder)] * folder.is_dir())]
         if not _pip_download(requirements, [*options, "--require-hashes"]):

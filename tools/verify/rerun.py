@@ -18,10 +18,11 @@ from typing import Any
 
 import click
 
+from stages.core.atomic import atomic_write
 from stages.core.errors import UserError, listed, pluralize
 from stages.core.params import load_params
 from stages.core.provenance import Provenance, read_provenance
-from stages.core.records import nearest, publish_text, read_settings, yaml_text
+from stages.core.records import nearest, read_settings, yaml_text
 from stages.core.signals import handling
 from stages.launcher.pipeline import DeclaredStage, cache_dir, declared_stages, source_of
 from stages.launcher.process import forwarded_signals
@@ -150,7 +151,7 @@ def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[P
         if params.tracking.to:  # a comparison does not belong among tracked runs
             params_path = folder / "params.yaml"
             raw = read_settings(dict[str, Any], params_path, changes=["tracking.to=[]"])
-            publish_text(yaml_text(raw), params_path)
+            atomic_write(yaml_text(raw), params_path)
         yield folder
 
 

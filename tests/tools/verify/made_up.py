@@ -16,8 +16,8 @@ import numpy as np
 from ruamel.yaml import YAML
 from safetensors.numpy import save_file
 
+from stages.core.atomic import atomic_folder
 from stages.core.lineage import content_digest, verified_lineage, write_lineage
-from stages.core.records import published
 from tests import ROOT
 from tests.made_up_records import CERTIFICATE, PROVENANCE
 
@@ -71,7 +71,7 @@ def weights(seed: int) -> dict[str, np.ndarray]:
 
 
 def base(name: str) -> None:
-    with published(BASE) as folder:
+    with atomic_folder(BASE) as folder:
         shutil.copy("data/source/config.json", folder)
         save_file(weights(0), folder / "model.safetensors")
         write_lineage(folder, kind="base", name=name, source={"folder": "data/source"})
@@ -80,7 +80,7 @@ def base(name: str) -> None:
 
 def train(name: str) -> None:
     run_dir, seed = Path("data/runs") / name, YAML(typ="safe").load(Path("params.yaml"))["recipes"][name]["seed"]
-    with published(run_dir / "trained") as folder:
+    with atomic_folder(run_dir / "trained") as folder:
         (folder / "adapter").mkdir()
         save_file(weights(seed), folder / "adapter/adapter_model.safetensors")
         (folder / "thử nghiệm.txt").write_bytes("một\r\nhai\r\n".encode())
@@ -95,7 +95,7 @@ def merge(name: str) -> None:
     run_dir = Path("data/runs") / name
     parents = {"base": BASE, "trained": run_dir / "trained"}
     read = {role: (path, verified_lineage(path, fix="")) for role, path in parents.items()}
-    with published(run_dir / "merged") as folder:
+    with atomic_folder(run_dir / "merged") as folder:
         save_file(weights(2), folder / "model.safetensors")
         lineage = write_lineage(folder, kind="merged", name=name, parents=read)
     replace(CERTIFICATE, recipe=name, merged_digest=lineage.digest).write(run_dir / "merge.json")
