@@ -75,7 +75,7 @@ def small_params(vlm_dir: Path | None = None, *, root: str = f"{ROOT}/") -> dict
             dataset["limit"] = {"train": 10, "val": 5}
     tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
     tiny["memory"]["micro_batch"] = 2
-    tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 8}
+    tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 192}
     tiny["validation_limit"] = {"samples": 2, "score_samples": 1}
     for recipe in raw["recipes"].values():
         recipe.update(effective_batch=4, epochs=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -40,6 +40,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 VIDEO_SETTINGS = ("size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 """Settings that a video processor shares with the image processor beside it."""
+
+MAX_CUT_SHARE = 0.01
+"""Share of the reference answers that may be longer than max_new_tokens."""
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -211,6 +214,24 @@ def count_tokens(processor: Processor, conversation: Conversation, *, max_length
         sizes = [(image.height, image.width) for image in conversation.images]
         length += sum(num_image_tokens(processor, sizes)) - len(sizes)
     return length
+
+
+def require_room(processor: Processor, answered: Iterable[Conversation], max_new_tokens: int, setting: str) -> str:
+    """The length of the longest reference answer, for the log.
+
+    answered: conversations with their answers. setting: the path of max_new_tokens in params.yaml, for the UserError
+    raised if more than MAX_CUT_SHARE of the answers are longer: a perfect model would score as a wrong one there.
+    """
+    texts = ["".join(part["text"] for part in each.messages[-1]["content"]) for each in answered]
+    lengths = [len(ids) + 1 for ids in tokenizer_of(processor)(texts, add_special_tokens=False)["input_ids"]]
+    longer = sum(length > max_new_tokens for length in lengths)
+    found = f"reference answers of up to {max(lengths)} tokens, the end of the turn included"
+    if longer > MAX_CUT_SHARE * len(lengths):
+        raise UserError(
+            f"the validation split has {found}; {longer:,} of {len(lengths):,} are longer than {setting}, "
+            f"{max_new_tokens}, so no model could give them. Set {setting}: {max(lengths)} in params.yaml"
+        )
+    return f"{found}; {longer:,} of {len(lengths):,} are longer than max_new_tokens, {max_new_tokens}"
 
 
 def shortened(processor: Processor, conversation: Conversation, max_length: int | None) -> Conversation:

@@ -22,7 +22,7 @@ from stages.planning.plan import Plan
 from stages.planning.prediction import Prediction
 from tests import ROOT
 from tests.memory.test_fit import predicted as prediction_of
-from tests.stage_runs import done, read_params, write_params, write_workspace
+from tests.stage_runs import done, read_params, refused, write_params, write_workspace
 from tools import plan as tool
 from tools.plan import available_data, available_inputs, root_base, same_source, trainable_recipes
 
@@ -181,6 +181,10 @@ def test_with_base_and_data_it_predicts_what_the_plan_stage_does(workspace: Path
     found = json.loads(answer("r1-llm-only", "--json"))
     assert found["memory"] == planned
     assert found["batch"] == "the largest samples of data/prepared/nutrition-tables"
+    raw = read_params()
+    raw["profiles"]["tiny"]["evaluation"]["max_new_tokens"] = 8
+    write_params(raw)
+    assert "4 of 4 are longer than profiles.tiny.evaluation.max_new_tokens, 8" in refused("plan", "r1-llm-only")
 
 
 @pytest.mark.parametrize(

@@ -379,7 +379,7 @@ SMALL = (
     *(f"profiles.tiny.datasets.{name}.limit={{train: 8, val: 4}}" for name in ("nutrition-tables", "visempar")),
     "profiles.tiny.images={min_pixels: 3136, max_pixels: 12544}",
     "profiles.tiny.memory.micro_batch=2",
-    "profiles.tiny.evaluation={batch_size: 4, max_new_tokens: 8, max_length: 1024}",
+    "profiles.tiny.evaluation={batch_size: 4, max_new_tokens: 192, max_length: 1024}",
 )
 """Changes of params.yaml."""
 
