@@ -115,6 +115,8 @@ def test_answers_that_do_not_fit_are_refused_with_their_samples() -> None:
     assert "of the 5 samples" in other
     assert f"line 2: {{'id': {ids[1]!r}, 'answer': None" in refusal([right[0], (ids[1], None)])
     assert "line 1: the answer holds half of a surrogate pair" in refusal([(ids[0], "\ud800"), *right[1:]])
+    Path("data/answers/peer.jsonl").write_text(f'{{"id": "{ids[0]}", "answer": "(a)", "answer": "(b)"}}\n')
+    assert "peer.jsonl line 1: the key 'answer' is there twice" in refused("evaluate", "peer-amr")
     elsewhere = Path("elsewhere.jsonl")
     Path("data/answers/peer.jsonl").rename(elsewhere)
     Path("data/answers/peer.jsonl").symlink_to(elsewhere.absolute())

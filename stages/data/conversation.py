@@ -25,6 +25,8 @@ class Conversation:
     assistant's. One text part of all may be "shortenable": True, and is cut at its end if the whole is too long."""
     images: Sequence[Image | ImageRecord] = ()
     """Upright RGB images, in the order in which the messages show them; a record's is decoded when it is needed."""
+    unlearnt: Sequence[int] = ()
+    """Numbers, counted from 0, of the assistant's messages that are context alone."""
 
     def answered(self) -> bool:
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"

@@ -64,6 +64,8 @@ def read_rows(path: Path, columns: Sequence[str] | None = None, *, fix: str = _F
     """
     with _open(path, fix) as file:
         try:
+            if twice := next(_repeated(file.schema_arrow), None):
+                raise UserError(f"{path} has the column {twice!r} twice; rename or remove one of them")
             rows = _rows_at_once(file, columns, path)
             for batch in file.iter_batches(batch_size=rows, columns=list(columns) if columns else None):
                 batch.validate(full=True)
@@ -125,7 +127,23 @@ def _has_column(struct: pa.StructType, steps: Sequence[str]) -> bool:
     index = int(struct.get_field_index(steps[0]))  # -1 where there is none
     if index < 0 or len(steps) == 1:
         return index >= 0
-    inner = struct.field(index).type
-    while pa.types.is_list(inner) or pa.types.is_large_list(inner):
-        inner = inner.value_type
+    inner = _unlisted(struct.field(index).type)
     return bool(pa.types.is_struct(inner)) and _has_column(inner, steps[1:])
+
+
+def _repeated(columns: Iterable[pa.Field]) -> Iterator[str]:
+    """Names that columns, or fields of a struct, share: rows as mappings would keep the last one's value."""
+    names: set[str] = set()
+    for column in columns:
+        if column.name in names:
+            yield column.name
+        names.add(column.name)
+        inner = _unlisted(column.type)
+        yield from _repeated(inner) if pa.types.is_struct(inner) else ()
+
+
+def _unlisted(kind: pa.DataType) -> pa.DataType:
+    """The type of the items of a list, also of lists in lists; another type is its own."""
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    return kind

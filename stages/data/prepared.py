@@ -482,12 +482,12 @@ def read_prepared(
     parse: Callable[[dict[str, Any]], T],
     *,
     may_lack: Collection[str] = (),
-    may_have: pa.Field | None = None,
+    may_have: Sequence[pa.Field] = (),
 ) -> list[T]:
     """The records of a split that `write_prepared` wrote, in their order, at least one.
 
     parse: makes a record of a row, which was checked before it was written. may_lack: columns whose value may be
-    missing. may_have: a further column at the end of some files.
+    missing. may_have: further columns at the end of some files, in this order.
     Raises UserError if the split is not prepared, damaged, or another task's.
     """
     path, fix = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
@@ -497,8 +497,8 @@ def read_prepared(
             raise UserError(f"{prepared_dir} has no test split; name its files in params.yaml, below {where}")
         raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
     found = read_schema(path, fix=fix)
-    if may_have is not None and may_have.name in found.names:
-        schema = schema.append(may_have)
+    for column in may_have:
+        schema = schema.append(column) if column.name in found.names else schema
     if not found.equals(schema):
         wrong = [*_beyond(found, schema), *(f"no {column}" for column in _beyond(schema, found))]
         raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {fix}")

@@ -21,7 +21,9 @@ from stages.data.parquet import count_rows, missing_columns, read_rows
 
 READ_ON = "see docs/data.md"
 VALIDATION = ("val", "dev", "test")
-"""Beginnings of the names of validation files; the first that any file has counts."""
+"""Splits to validate on; the first that any file has counts."""
+_NAMES = {"train": "train|training", "val": "val|valid|validation", "dev": "dev", "test": "test|testing"}
+"""Words with which the names of a split's files begin."""
 MAX_FILES, MAX_NAMED = 10_000, 3
 
 
@@ -164,8 +166,8 @@ def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
 def files_by_split(
     folder: Path, files: Sequence[Path], splits: SplitParams, *, expected: str, named_train: bool = True
 ) -> dict[str, list[Path]]:
-    """The files of each split: those that `splits` names; of the others `files` that are named train*, and those of
-    the first of VALIDATION. Without `val` if there are none.
+    """The files of each split: those that `splits` names; of the others `files` whose names begin with the word train,
+    and those of the first of VALIDATION. Without `val` if there are none. devices.jsonl does not begin with dev.
 
     named_train: whether files to train on are called so; else, without any train*, all others are.
     expected: describes the files, for the message of the UserError raised if there are none to train on.
@@ -174,7 +176,8 @@ def files_by_split(
     taken = {path for paths in named.values() for path in paths}
 
     def beginning_with(begin: str) -> list[Path]:
-        return [path for path in files if path.name.startswith(begin) and path not in taken]
+        word = re.compile(f"({_NAMES[begin]})(?![a-z])", re.IGNORECASE)
+        return [path for path in files if word.match(path.name) and path not in taken]
 
     found = {"train": beginning_with("train")}
     if not (named_train or found["train"] or "train" in named):

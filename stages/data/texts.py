@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stages.core.errors import UserError
-from stages.core.records import shown
+from stages.core.records import Unreadable, distinct, shown
 
 TextMetric = Literal["exact", "token_f1", "rouge_l", "chrf", "json", "perplexity"]
 TEXT_METRICS: tuple[TextMetric, ...] = ("token_f1", "exact", "rouge_l", "chrf", "perplexity")
@@ -50,17 +50,42 @@ def read_text(path: Path) -> str:
     return text
 
 
-def json_lines(text: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """The lines that are not blank, counted from 1, each as an object or what is wrong with it."""
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines(), which also breaks at U+2028
-        if not line.strip():
-            continue
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
-            yield number, f"not JSON: {error}"
-            continue
-        yield number, content if isinstance(content, dict) else f"a JSON object is expected, found {shown(content)}"
+def json_objects(text: str) -> tuple[str, Iterator[tuple[int, dict[str, Any] | str]]]:
+    """The objects of JSON Lines or of one JSON array: the word `line` or `entry`, and each object, or what is wrong
+    with it, with the number of its line or entry, counted from 1. Blank lines are left out.
+
+    Raises UnreadableText for a single document of another form, and for an array that is damaged.
+    """
+    # splitlines() would also break at U+2028; a carriage return within a text is escaped in JSON.
+    lines = [each for each in enumerate(re.split("\r\n?|\n", text), start=1) if each[1].strip()]
+    first = _json(lines[0][1])
+    several = len(lines) > 1
+    if isinstance(first, list) and not several:
+        return "entry", ((number, _object(each)) for number, each in enumerate(first, start=1))
+    if isinstance(first, Unreadable) and several and text.lstrip()[0] in "[{":
+        whole = _json(text)
+        if isinstance(whole, list):
+            return "entry", ((number, _object(each)) for number, each in enumerate(whole, start=1))
+        if text.lstrip()[0] == "[" or isinstance(whole, dict):
+            found = f"a JSON array, but {whole}" if isinstance(whole, Unreadable) else "a single JSON object"
+            raise UnreadableText(f"{found}; expected an object in each line, or an array of objects")
+    return "line", ((number, _object(_json(line))) for number, line in lines)
+
+
+def _json(text: str) -> Any:
+    """The value of a JSON text, or Unreadable with the reason why it has none."""
+    try:
+        return json.loads(text, object_pairs_hook=distinct)
+    except Unreadable as error:
+        return error
+    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
+        return Unreadable(f"not JSON: {error}")
+
+
+def _object(value: Any) -> dict[str, Any] | str:
+    if isinstance(value, Unreadable):
+        return str(value)
+    return value if isinstance(value, dict) else f"a JSON object is expected, found {shown(value)}"
 
 
 def same_text(text: str) -> str:

@@ -24,7 +24,7 @@ from stages.core.errors import UserError, join_truncated, pluralize
 from stages.core.given_files import require_own
 from stages.core.records import shown
 from stages.data.conversation import Conversation
-from stages.data.texts import SURROGATE, UnreadableText, json_lines, read_text
+from stages.data.texts import SURROGATE, UnreadableText, json_objects, read_text
 from stages.planning.ladder import prefill_batch_size
 
 if TYPE_CHECKING:
@@ -128,15 +128,16 @@ def read_answers(
 
 
 def _json_answers(path: Path) -> Iterator[tuple[int, str, str]]:
-    for line, content in json_lines(read_text(path)):
+    unit, objects = json_objects(read_text(path))
+    for number, content in objects:
         if isinstance(content, str):
-            raise UserError(f"{path} line {line}: {content}")
+            raise UserError(f"{path} {unit} {number}: {content}")
         sample_id, answer = content.get("id"), content.get("answer")
         if not isinstance(sample_id, str) or not isinstance(answer, str):
-            raise UserError(f'{path} line {line}: {shown(content)}; expected {{"id": SAMPLE, "answer": TEXT}}')
+            raise UserError(f'{path} {unit} {number}: {shown(content)}; expected {{"id": SAMPLE, "answer": TEXT}}')
         if SURROGATE.search(answer):
-            raise UserError(f"{path} line {line}: the answer holds half of a surrogate pair, which is no character")
-        yield line, sample_id, answer
+            raise UserError(f"{path} {unit} {number}: the answer holds half of a surrogate pair, which is no character")
+        yield number, sample_id, answer
 
 
 def rouge(answer: str, reference: str, keys: Sequence[str], *, of_any_language: bool = False) -> dict[str, float]:

@@ -26,6 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES, PAGE, PROMPT_OPTIONS, family_of
 from stages.core.params.schema import ImageParams
+from stages.core.records import shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
 from stages.data.prepared import shows_images
@@ -156,7 +157,8 @@ def encode(
     """The model's inputs for these conversations, through the model's own chat template.
 
     max_length: tokens to which `shortened` cuts each conversation that has a shortenable text; others stay whole.
-    mark_answers: return `answers` (B, T) too, True for each token of an answer and the end of its turn.
+    mark_answers: return `answers` (B, T) too, True for each token of an answer that is to be learnt and the end of its
+    turn.
     Unanswered conversations end with the prompt for an answer. Returns input_ids and attention_mask (B, T) and, with
     images, pixel_values (patches, features), image_grid_thw (images, 3) and mm_token_type_ids (B, T).
     Raises UserError if a text holds a token with which the template separates messages, and for images in a
@@ -185,7 +187,7 @@ def encode(
 
 
 def _answer_tokens(processor: Processor, text: str, conversation: Conversation, ids: torch.Tensor) -> torch.Tensor:
-    """(T,) bool: the assistant's tokens.
+    """(T,) bool: the assistant's tokens, of the turns that are to be learnt.
 
     text: as rendered. ids: (T,) its tokens, after the processor has widened the placeholder of each image.
     """
@@ -194,8 +196,9 @@ def _answer_tokens(processor: Processor, text: str, conversation: Conversation, 
     starts, ends = narrow["offset_mapping"][0].unbind(1)
     in_answer = torch.zeros_like(starts, dtype=torch.bool)
     with _template_errors(processor, conversation):
-        for start, end in _answer_spans(tokenizer, _messages(processor, conversation)):
-            in_answer |= (starts < end) & (ends > start)
+        for turn, start, end in _answer_spans(tokenizer, _messages(processor, conversation)):
+            if turn not in conversation.unlearnt:
+                in_answer |= (starts < end) & (ends > start)
     placeholder = getattr(processor, "image_token_id", None)
     if placeholder is None:
         return in_answer
@@ -279,8 +282,8 @@ def rendered(processor: Processor, conversation: Conversation) -> str:
         return _render(tokenizer, tokenizer.get_chat_template(), messages, add_generation_prompt=True)[0]
 
 
-def _answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[tuple[int, int]]:
-    """Start and end of each answer with the end of its turn, in characters of the rendered text.
+def _answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[tuple[int, int, int]]:
+    """The number of each answer's message, and its start and the end of its turn in characters of the rendered text.
 
     Text that the prompt already has (a line break in Qwen2.5's marks, an empty <think> block in Qwen3's) and a line
     break behind the end of the turn are not part of it. Raises UserError if the template marks another number of
@@ -297,7 +300,7 @@ def _answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Ite
     for turn, (start, end) in zip(turns, spans, strict=True):
         prompt, _ = _render(tokenizer, template, messages[:turn], add_generation_prompt=True)
         prompted = len(prompt) if text.startswith(prompt) else 0
-        yield max(start, prompted), start + len(text[start:end].rstrip("\n"))
+        yield turn, max(start, prompted), start + len(text[start:end].rstrip("\n"))
 
 
 def _render(
@@ -353,6 +356,28 @@ def check_chat_template(folder: Path) -> None:
             f"by the chat template of {folder}, a model would be trained on {answered!r}, but prompted with "
             f"{prompt!r}, which is no beginning of it; {PAGE} says how to bring another"
         )
+
+
+def check_carried(processor: Processor, conversation: Conversation) -> None:
+    """Raises UserError for an answered conversation that the chat template does not render as its prompt and then the
+    answer, or a message of which it leaves out or changes: Qwen3's keeps no thinking in earlier answers."""
+    prompt = rendered(processor, replace(conversation, messages=conversation.messages[:-1]))
+    text, place = rendered(processor, conversation), 0
+    base = tokenizer_of(processor).name_or_path
+    if not text.startswith(prompt):
+        raise UserError(
+            f"sample {conversation.sample_id}: by the chat template of {base}, a model would be trained on "
+            f"...{text[-200:]!r}, but prompted with ...{prompt[-100:]!r}, which is no beginning of it; leave out of "
+            "the answer what the template changes, such as <think>"
+        )
+    for number, turn in enumerate(conversation.messages, start=1):
+        for part in (part["text"].strip() for part in turn["content"] if "text" in part):
+            if (place := text.find(part, place)) < 0:
+                raise UserError(
+                    f"sample {conversation.sample_id}: the chat template of {base} leaves out or changes a part of "
+                    f"message {number}, {shown(part)}"
+                )
+            place += len(part)
 
 
 def takes(processor: Processor, conversation: Conversation) -> bool:

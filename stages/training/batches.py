@@ -22,7 +22,7 @@ from stages.core.errors import UserError
 from stages.core.families import vision_tokens
 from stages.data.conversation import Conversation
 from stages.models.load import load_config
-from stages.models.prompts import Processor, count_tokens, encode, samples_for, tokenizer_of
+from stages.models.prompts import Processor, check_carried, count_tokens, encode, samples_for, tokenizer_of
 
 if TYPE_CHECKING:
     from stages.core.params.schema import Loss
@@ -118,11 +118,18 @@ class ConversationCollator:
     def lengths(self) -> list[int]:
         """Length of each sample in tokens, computed without the pixels of its images.
 
-        Raises UserError naming the first sample that is longer than max_length: now, not hours into the training.
+        Raises UserError naming the first sample that is longer than max_length, or cannot be learnt as it is: now, not
+        hours into the training.
         """
         lengths = []
         for record in self.records:
             conversation = self.converse(record)
+            check_carried(self.processor, conversation)
+            if self.loss == "all-tokens" and conversation.unlearnt:
+                raise UserError(
+                    f"sample {conversation.sample_id} has turns that are not to be learnt, which loss all-tokens would "
+                    "learn; take assistant-only"
+                )
             lengths.append(count_tokens(self.processor, conversation, max_length=self.max_length))
             self._refuse_too_long(conversation, lengths[-1])
         return lengths

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,17 @@ def test_the_sum_covers_the_answer_and_the_end_of_its_turn(tiny_dense: Any, monk
         total = sum(logprobs[-len(expected) - 1 + step, token].item() for step, token in enumerate(expected))
         assert found.num_tokens == len(expected)
         assert found.sum_logprob == pytest.approx(total, abs=1e-4)
+
+
+def test_a_turn_that_is_not_to_be_learnt_does_not_count(tiny_dense: Any) -> None:
+    model, tokenizer = tiny_dense
+    asked, answer = message("user", "Which?"), message("assistant", "The first.")
+    whole = Conversation(sample_id="a", messages=[*ANSWERED[0].messages, asked, answer])
+    parts = [whole, replace(whole, unlearnt=(1,)), replace(whole, unlearnt=(3,))]
+    both, second, first = answer_log_likelihoods(model, tokenizer, parts, batch_size=3)
+    assert both.num_tokens == first.num_tokens + second.num_tokens
+    assert both.sum_logprob == pytest.approx(first.sum_logprob + second.sum_logprob, abs=1e-4)
+    assert first.num_tokens == answer_log_likelihoods(model, tokenizer, ANSWERED[:1], batch_size=1)[0].num_tokens
 
 
 def test_a_model_that_diverged_is_refused(tiny_dense: Any) -> None:

@@ -18,6 +18,7 @@ from tests import ROOT
         ),
         (["run", "TASK=amr", "JOBS=3", "ARGS=-f"], ["compare@amr", "--jobs", "3", "-f"]),
         (["data", "SOURCE=/a b", "FORMAT=coco"], ["/a b", "--format", "coco"]),
+        (["data", "SOURCE=/o'brien"], ["/o'brien"]),
     ],
 )
 def test_make_passes_on_what_is_asked(asked: list[str], options: list[str]) -> None:

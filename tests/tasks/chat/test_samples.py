@@ -1,14 +1,18 @@
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from stages.core.errors import UserError
 from stages.data.prepared import to_row
 from stages.models.prompts import count_tokens, encode, rendered, tokenizer_of
 from stages.tasks.chat.samples import SCHEMA, Message, Record, conversation, probes, read_split
+from stages.training.batches import IGNORED, ConversationCollator
 from tests.tasks.chat.conversations import with_images
 from tests.tiny_families import TEMPLATES, VISION, processor_for, tokenizer_for
 
@@ -74,6 +78,64 @@ def test_answers_are_marked_in_conversations_with_and_without_images(family: str
         assert answers.index("One.") < answers.index("Two.")
         assert not any(text in answers for text in ("Be brief.", "a", "bc", "def"))
         assert count_tokens(processor, each) == int(inputs["attention_mask"][row].sum())
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_turn_that_is_not_to_be_learnt_has_no_label_and_changes_nothing_else(family: str) -> None:
+    processor = processor_for(family)
+    tokenizer_of(processor).pad_token = tokenizer_of(processor).pad_token or tokenizer_of(processor).eos_token
+    whole = dialogue("Be brief.", "abc", "One.", "def", "Two.")
+    batches = []
+    for record in (whole, replace(whole, unlearnt=(2,)), replace(whole, unlearnt=(4,))):
+        converse = partial(conversation, answered=True)
+        collate = ConversationCollator(processor, [record], converse, loss="assistant-only", max_length=1000)
+        assert collate.lengths
+        batches.append(collate([{"sample": 0}]))
+    labels = [batch.pop("labels")[0] for batch in batches]
+    for batch, kept, left_out in zip(batches[1:], labels[1:], ("One.", "Two."), strict=True):
+        assert all(torch.equal(batch[name], value) for name, value in batches[0].items())
+        learnt = kept != IGNORED
+        assert torch.equal(kept[learnt], labels[0][learnt])
+        text = tokenizer_of(processor).decode(labels[0][(labels[0] != IGNORED) & ~learnt])
+        assert [each for each in ("Be brief.", "abc", "One.", "def", "Two.") if each in text] == [left_out]
+    assert torch.equal(labels[1] == IGNORED, (labels[0] == IGNORED) | (labels[2] != IGNORED))
+
+
+def test_loss_all_tokens_takes_no_turn_that_is_not_to_be_learnt() -> None:
+    record = replace(dialogue("Be brief.", "abc", "One.", "def", "Two."), unlearnt=(2,))
+    converse = partial(conversation, answered=True)
+    collate = ConversationCollator(tokenizer_for("llama"), [record], converse, loss="all-tokens", max_length=1000)
+    with pytest.raises(UserError, match="sample a has turns that are not to be learnt, which loss all-tokens would"):
+        _ = collate.lengths
+
+
+THOUGHT = "<think>\n17 * 3 = 51\n</think>\n\n51"
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize(
+    ("texts", "problem"),
+    [
+        (("17 * 3?", THOUGHT), r"sample a: by the chat template of .*, a model would be trained on .*17 \* 3 = 51"),
+        (("17 * 3?", THOUGHT, "Sure?", "Yes."), r"leaves out or changes a part of message 2, '<think>.n17"),
+        (("17 * 3?", "17 * 3 = 51\n</think>\n\n51"), "by the chat template of|changes a part of message 2"),
+    ],
+)
+def test_thinking_that_a_template_takes_out_of_an_answer_is_named(
+    family: str, texts: tuple[str, ...], problem: str
+) -> None:
+    processor = processor_for(family)
+    turns = tuple(map(Message, ("user", "assistant") * 2, texts))
+    record = Record(id="a", messages=turns, group="", file="a", number=1)
+    collate = ConversationCollator(
+        processor, [record], partial(conversation, answered=True), loss="assistant-only", max_length=1000
+    )
+    if family == "qwen3":
+        with pytest.raises(UserError, match=problem):
+            _ = collate.lengths
+    else:
+        assert THOUGHT[-2:] in rendered(processor, conversation(record, answered=True))
+        assert collate.lengths
 
 
 def test_a_text_model_takes_no_images() -> None:

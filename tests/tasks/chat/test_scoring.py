@@ -57,6 +57,8 @@ def test_chrf_counts_recall_twice() -> None:
         ('{"goods": "lamp", "count": 3, "to": {"city": "Huế", "days": [1, 2]}}', 4 / 6),
         ('{"goods": "red lamp", "count": 3, "to": {"city": "Huế", "days": [1, 2, 3]}}', 5 / 6),
         ('{"goods": "red lamp", "count": "3", "to": {"city": "Huế", "days": [2, 1]}}', 2 / 8),
+        (ORDER.replace("ế", "e\u0302\u0301"), 1),
+        (ORDER.replace("ế", "\\u0065\\u0302\\u0301"), 1),
         (f"Here it is: {ORDER}", 0),
         ("", 0),
         ("[" * 100_000, 0),

@@ -10,7 +10,8 @@ from hypothesis import given
 from PIL import Image
 
 from stages.tasks.chat.samples import Message, Record, image_problems, order_problems, read_split
-from stages.tasks.chat.sources import ParsedConversation, Reader, parse_conversation
+from stages.tasks.chat.sources import Reader
+from stages.tasks.chat.sources.forms import ParsedConversation, parse_conversation
 from tests.damage import VALUES, damaged_tree, quick
 from tests.data.images import bomb, png
 from tests.tasks import prepare, refusal, write_lines
@@ -142,20 +143,23 @@ def with_image(*images: Any) -> dict[str, Any]:
 WRONG: list[tuple[Any, list[str]]] = [
     ("{", ["not JSON"]),
     ([1], ["a JSON object is expected, found [1]"]),
-    ({"text": "Hi."}, ["found who, text"]),
+    ({"text": "Hi."}, ["found text"]),
     ({"messages": "Hi."}, ["messages is 'Hi.'"]),
-    ({"messages": [USER, {"role": "gpt", "content": "x"}]}, ["message 2 has the role 'gpt'"]),
+    ({"messages": [USER, {"role": "bot", "content": "x"}]}, ["message 2 has the role 'bot'"]),
     ({"messages": [USER, {"role": "assistant", "content": " "}]}, ["message 2 is empty"]),
     ({"messages": [USER]}, ["no answer"]),
     ({"messages": [USER, USER, ANSWER]}, ["message 2 has the role 'user', expected assistant"]),
-    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]}, ["message 1 has the content [{'type'"]),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]},
+        ["message 1 has the part {'type': 'audio'}"],
+    ),
     ({"messages": [USER, ANSWER], "tools": [{"name": "f"}]}, ["tools is set"]),
-    ({"messages": [USER, {**ANSWER, "tool_calls": [1]}]}, ["message 2 calls tools"]),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [1]}]}, ["message 2: tool_calls is set"]),
     ({"messages": [{"role": "user", "content": "<|eot_id|>"}, ANSWER]}, ["<|eot_id|>"]),
     ({"messages": [{"role": "user", "content": "\\ud800"}, ANSWER]}, ["surrogate"]),
     ({"messages": [USER, ANSWER], "who": None}, ["who is None"]),
     ({"messages": [USER, ANSWER]}, ["the answer is no JSON", "'You.'"]),
-    ({"messages": asked(IMAGE)}, ["1 part of the type image, but 0 images"]),
+    ({"messages": asked(IMAGE)}, ["1 place of an image, but 0 images"]),
     ({**with_image("a.png"), "image": "a.png"}, ["image and images are both set"]),
     ({**with_image("a.png"), "messages": [USER, {**ANSWER, "content": [IMAGE]}]}, ["message 2 shows an image"]),
     (with_image("../a.png"), ["image 1 is '../a.png'"]),
@@ -235,11 +239,13 @@ def test_only_scored_splits_name_metrics(tmp_path: Path) -> None:
 
 
 def test_folders_of_both_forms_or_of_neither_are_refused(tmp_path: Path) -> None:
-    assert "has no training files: it is empty. Expected: train*.jsonl or train*.parquet" in refused(tmp_path)
+    assert "has no training files: it is empty. Expected: train*.jsonl, train*.json or train*.parquet" in refused(
+        tmp_path
+    )
     write_lines(tmp_path / "val.jsonl", line(1))
     assert "has no training files: it holds 1 .jsonl file (val.jsonl)" in refused(tmp_path)
     write_table(tmp_path / "train.parquet", line(1))
-    assert "holds JSON Lines and parquet" in refused(tmp_path)
+    assert "holds JSON and parquet" in refused(tmp_path)
 
 
 def test_the_hub_is_read_at_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ IMAGE = pa.schema(
 )
 IMAGES = pa.field(IMAGE_COLUMN, pa.list_(pa.struct(list(IMAGE))))
 """The additional column of a split with images."""
+UNLEARNT = pa.field("unlearnt", pa.list_(pa.int64()))
+"""The additional column of a split with answers that are not to be learnt."""
 
 
 class Message(NamedTuple):
@@ -83,6 +86,8 @@ class Record:
     """Line, counted from 1, or row of a table, counted from 0."""
     shown_images: tuple[MessageImage, ...] = ()
     """In the order in which they are shown; `image_problems` is empty for their positions."""
+    unlearnt: tuple[int, ...] = ()
+    """Numbers, counted from 0, of the assistant's messages that are context alone; never all of them."""
 
     @property
     def images(self) -> list[dict[str, Any]]:
@@ -106,7 +111,8 @@ class Record:
 
     def content(self) -> list[Any]:
         messages = [[message.role, message.content] for message in self.messages]
-        return [shown(self.question), self.group, *messages, *(image.content() for image in self.shown_images)]
+        images, unlearnt = [image.content() for image in self.shown_images], [list(self.unlearnt)] * bool(self.unlearnt)
+        return [shown(self.question), self.group, *messages, *images, *unlearnt]
 
     def question_digest(self) -> str:
         """A digest of all messages and images before the answer, equal for conversations that differ only in white
@@ -141,13 +147,14 @@ def image_problems(messages: Sequence[Message], positions: Sequence[tuple[int, i
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:
     """The records of a prepared split, in their order. Raises UserError if it is not prepared, or damaged."""
-    return read_prepared(prepared_dir, split, SCHEMA, _from_row, may_have=IMAGES)
+    return read_prepared(prepared_dir, split, SCHEMA, _from_row, may_have=(UNLEARNT, IMAGES))
 
 
 def _from_row(row: dict[str, Any]) -> Record:
     images = tuple(MessageImage(**fields) for fields in row.pop(IMAGES.name, ()))
     messages = tuple(Message(**message) for message in row["messages"])
-    return Record(**{**row, "messages": messages, "metrics": tuple(row["metrics"]), "shown_images": images})
+    tuples = {name: tuple(row[name]) for name in ("metrics", UNLEARNT.name) if name in row}
+    return Record(**{**row, **tuples, "messages": messages, "shown_images": images})
 
 
 def check(model_type: str) -> None:
@@ -160,7 +167,8 @@ def check(model_type: str) -> None:
 
 def conversation(record: Record, *, answered: bool, answer_format: None = None) -> Conversation:
     """The messages, without the last one unless `answered`."""
-    return _conversation(record.id, record.messages if answered else record.messages[:-1], record.shown_images)
+    messages = record.messages if answered else record.messages[:-1]
+    return replace(_conversation(record.id, messages, record.shown_images), unlearnt=record.unlearnt)
 
 
 _PROBES = (
@@ -204,7 +212,7 @@ def _parts(text: str, offsets: Sequence[int]) -> list[dict[str, Any]]:
 
 
 Fields = set[tuple[tuple[str | int, ...], str, Any]]
-"""Each field's path, kind and value; 1 and 1.0 are equal numbers, True is none."""
+"""Each field's path, kind and value, texts in NFC; 1 and 1.0 are equal numbers, True is none."""
 
 
 def json_fields(text: str) -> Fields | None:
@@ -226,13 +234,17 @@ def json_fields(text: str) -> Fields | None:
         path, value = waiting.pop()
         if isinstance(value, dict | list) and value:
             inner = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [((*path, key), each) for key, each in inner]
+            waiting += [((*path, _composed(key)), each) for key, each in inner]
         elif isinstance(value, dict | list):
             fields.add((path, "empty", type(value).__name__))
         else:
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            fields.add((path, "number" if number else type(value).__name__, value))
+            fields.add((path, "number" if number else type(value).__name__, _composed(value)))
     return fields
+
+
+def _composed(value: Any) -> Any:
+    return unicodedata.normalize("NFC", value) if isinstance(value, str) else value
 
 
 def field_accuracy(answer: str, truth: str) -> float:

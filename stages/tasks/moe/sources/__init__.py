@@ -22,7 +22,7 @@ from stages.core.records import dotted, shown
 from stages.core.tasks import NoSettings
 from stages.data.prepared import RawDataset, Rules, Sample, read_origin, read_text_files
 from stages.data.sources import READ_ON, Place, describe_folder, source_folder
-from stages.data.texts import SURROGATE, json_lines, markup_problem, read_text
+from stages.data.texts import SURROGATE, json_objects, markup_problem, read_text
 from stages.tasks.moe.samples import SCHEMA, Domain, Record, read_split
 
 COLUMNS = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")
@@ -123,8 +123,9 @@ def _order(record: Record) -> tuple[str, str]:
 def read_corpus(path: Path) -> Iterator[Sample[Record]]:
     """The samples of a file. Raises as read_text does."""
     text = read_text(path)
-    for line, suffix, found in _truthfulqa(text) if path.suffix == ".csv" else _qmsum(text):
-        place = Place(path.name, line)
+    unit, samples = ("line", _truthfulqa(text)) if path.suffix == ".csv" else _qmsum(text)
+    for line, suffix, found in samples:
+        place = Place(path.name, line, unit)
         if isinstance(found, str):
             yield place, [found]
         elif problem := _problem(found):
@@ -156,8 +157,8 @@ def _truthfulqa(text: str) -> Iterator[tuple[int, str, Found]]:
             line, start = start, rows.line_num + 1
             if not columns or not row:
                 columns = columns or row
-                if lacking := [name for name in COLUMNS if columns and name not in columns]:
-                    yield line, "", f"lacks the columns {_keys(lacking)} of TruthfulQA"
+                if lacking := [name for name in COLUMNS if columns and columns.count(name) != 1]:
+                    yield line, "", f"lacks the columns {_keys(lacking)} of TruthfulQA, or has one twice"
                     return
             elif len(row) != len(columns):
                 yield line, "", f"{len(row)} fields, expected the {len(columns)} of the first line"
@@ -174,8 +175,13 @@ def _answers(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(answer.strip() for answer in text.split(";") if answer.strip()))
 
 
-def _qmsum(text: str) -> Iterator[tuple[int, str, Found]]:
-    for line, found in json_lines(text):
+def _qmsum(text: str) -> tuple[str, Iterator[tuple[int, str, Found]]]:
+    unit, objects = json_objects(text)
+    return unit, _queries(objects)
+
+
+def _queries(objects: Iterable[tuple[int, dict[str, Any] | str]]) -> Iterator[tuple[int, str, Found]]:
+    for line, found in objects:
         if isinstance(found, str):
             yield line, "", found
         elif MEETING[0] in found and set(MEETING[1:]) & set(found):

@@ -1,0 +1,239 @@
+"""The forms of a conversation, and the meaning of every key of a row and of a message.
+
+A key is read, or changes in some trainer's format what is learnt and is refused, or describes the row. Nothing else is
+in a message or in a part of its content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from stages.core.errors import pluralize
+from stages.core.records import cut, dotted, shown
+from stages.data.texts import SURROGATE, markup_problem
+from stages.tasks.chat.samples import Message, image_problems, order_problems
+
+PLACEHOLDER = "<image>"
+"""The place of an image in a text, as in LLaMA-Factory, ms-swift and LLaVA."""
+ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
+"""Roles by their names; the last two are ShareGPT's."""
+LEARNT = ("weight", "loss_weight", "train", "loss")
+"""Keys of a turn that say whether it is learnt, 1 or 0: OpenAI's, LLaMA-Factory's, axolotl's, ms-swift's."""
+
+
+class Form(NamedTuple):
+    name: str
+    needed: tuple[str, ...]
+    """Keys that make a row one of this form."""
+    optional: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.needed + self.optional
+
+    def __str__(self) -> str:
+        return " and ".join(self.needed)
+
+
+FORMS = (
+    Form("messages (OpenAI, TRL, ms-swift)", ("messages",)),
+    Form("conversations (ShareGPT, LLaMA-Factory, LLaVA)", ("conversations",)),
+    Form("conversation (LMSYS)", ("conversation",)),
+    Form("prompt and completion (TRL)", ("prompt", "completion")),
+    Form("instruction and output (Alpaca, LLaMA-Factory)", ("instruction", "output"), ("input", "history")),
+    Form("query and response (ms-swift)", ("query", "response"), ("history",)),
+)
+BESIDE = ("system", "images", "image")
+"""Keys that are read beside each form's."""
+TURNS = {key for form in FORMS for key in form.keys}
+
+REFUSED = {
+    key: meaning
+    for meaning, keys in {
+        "a video (LLaMA-Factory, ms-swift)": "video videos video_path video_url",
+        "a recording (LLaMA-Factory, ms-swift, OpenAI)": "audio audios audio_path",
+        "an image under another name; `image` and `images` are read": (
+            "image_path image_paths image_file image_url image_urls img imgs"
+        ),
+        "calls of tools (OpenAI, TRL, LLaMA-Factory)": (
+            "tools tool_calls tool_call_id tool_choice parallel_tool_calls functions function_call"
+        ),
+        "thinking before an answer (DeepSeek, Qwen3)": "reasoning_content reasoning thinking",
+        "settings of the chat template (TRL, ms-swift)": "chat_template chat_template_kwargs enable_thinking",
+        "KTO's verdict on an answer (TRL, LLaMA-Factory, ms-swift)": "label kto_tag",
+        "a preference between answers (TRL, OpenAI, LLaMA-Factory, ms-swift)": (
+            "chosen rejected margin preferred_output non_preferred_output rejected_response rejected_messages"
+        ),
+        "steps with a verdict each (TRL)": "completions labels",
+        "the part of a row or turn in the loss (Fireworks, LLaMA-Factory, axolotl, NeMo, slime)": (
+            "weight weights loss_weight loss_mask loss_scale train train_detail loss mask sample_weight "
+            "assistant_masks completion_mask"
+        ),
+        "boxes for <bbox> in a text (ms-swift)": "objects",
+        "tokens in place of text (TRL)": "input_ids attention_mask position_ids",
+        "a system prompt under another name; `system` is read": (
+            "system_prompt system_message systemInstruction system_instruction preamble"
+        ),
+        "texts that the question is about (Dolly, Cohere)": "context documents",
+        "another conversation (Gemini, Cohere, axolotl)": "contents chat_history segments",
+    }.items()
+    for key in keys.split()
+}
+"""Keys that change what is learnt in some trainer's format, by the names that these give them, with what they hold."""
+
+
+class Turn(NamedTuple):
+    message: Message
+    offsets: Sequence[int] = ()
+    """Characters before each image of the message."""
+    learnt: bool = True
+
+
+class ParsedConversation(NamedTuple):
+    messages: tuple[Message, ...]
+    image_positions: tuple[tuple[int, int], ...]
+    """(message, offset) of each image: the message that shows it, counted from 0, and the characters before it."""
+    unlearnt: tuple[int, ...]
+    """Numbers, counted from 0, of the assistant's messages that are not to be learnt."""
+
+
+def form_of(content: Mapping[str, Any]) -> Form | None:
+    """The first form whose keys a row has."""
+    return next((form for form in FORMS if all(content.get(key) not in (None, []) for key in form.needed)), None)
+
+
+def is_set(value: Any) -> bool:
+    """Whether there is a value: tables have nulls and empty lists where JSON has no key."""
+    return value is not None and value not in ("", [], {})
+
+
+def unread_keys(content: Mapping[str, Any]) -> list[str]:
+    """The keys of a row that are neither read nor refused."""
+    return [key for key, value in content.items() if is_set(value) and key not in {*TURNS, *BESIDE, *REFUSED}]
+
+
+def images_of(content: Mapping[str, Any]) -> list[Any]:
+    """The values of a row that stand for images."""
+    values = [content[name] for name in ("images", "image") if is_set(content.get(name))]
+    return [image for value in values for image in (value if isinstance(value, list) else [value])]
+
+
+def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[str]:
+    """The conversation of a row, or all its problems."""
+    form, count = form_of(content), len(images_of(content))
+    problems = [_refusal(key) for key, value in content.items() if key in REFUSED and is_set(value)]
+    if form is None:
+        keys = cut(", ".join(dotted([str(key)]) for key in content)) or "nothing"
+        return [*problems, f"no conversation: found {keys}, expected {', or '.join(map(str, FORMS))}"]
+    if beside := [key for key in content if key in TURNS.difference(form.keys) and is_set(content[key])]:
+        problems.append(f"{', '.join(beside)} beside {form}: a row has one conversation")
+    if is_set(content.get("images")) and is_set(content.get("image")):
+        problems.append("image and images are both set")
+    turns = [
+        turn
+        for name, value in _sections(content, form)
+        for turn in _turns(name, value, problems, placeholders=count > 0)
+    ]
+    messages = tuple(turn.message for turn in turns)
+    positions = [(number, offset) for number, turn in enumerate(turns) for offset in turn.offsets]
+    if count and not positions:
+        positions = [(next((at for at, each in enumerate(messages) if each.role == "user"), 0), 0)] * count
+    elif count != len(positions):
+        problems.append(f"{pluralize(len(positions), 'place')} of an image, but {pluralize(count, 'image')}")
+    problems += _text_problems(messages, {number for number, _ in positions})
+    if not problems:
+        problems = order_problems(messages) or image_problems(messages, positions)
+    unlearnt = tuple(number for number, turn in enumerate(turns) if not turn.learnt)
+    if not problems and len(unlearnt) == sum(message.role == "assistant" for message in messages):
+        problems = ["no turn is to be learnt"]
+    return problems or ParsedConversation(messages, tuple(positions), unlearnt)
+
+
+def _refusal(key: Any, where: str = "") -> str:
+    meaning = f": {REFUSED[key]}" if key in REFUSED else ""
+    return f"{where}{dotted([str(key)])} is set, which this task does not read{meaning}"
+
+
+def _sections(content: Mapping[str, Any], form: Form) -> Iterator[tuple[str, Any]]:
+    """The lists of messages that make up a conversation, in order, with a name for each."""
+
+    def as_list(role: str, value: Any) -> Any:
+        return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+    if is_set(content.get("system")):
+        yield "system", as_list("system", content["system"])
+    if len(form.needed) == 1:
+        yield form.needed[0], content[form.needed[0]]
+        return
+    history = content.get("history") if "history" in form.optional else None
+    for number, pair in enumerate(history if isinstance(history, list) else [history] if history else [], start=1):
+        sides = pair if isinstance(pair, list) and len(pair) == 2 else [pair, None]
+        for role, side in zip(("user", "assistant"), sides, strict=True):
+            yield f"history, turn {number}", as_list(role, side)
+    question, answer = form.needed
+    asked = [content[key] for key in (question, "input") if key in form.keys and is_set(content.get(key))]
+    joined = "\n".join(asked) if all(isinstance(each, str) for each in asked) else content[question]
+    yield question, as_list("user", joined)
+    yield answer, as_list("assistant", content[answer])
+
+
+def _turns(name: str, value: Any, problems: list[str], *, placeholders: bool) -> Iterator[Turn]:
+    """The turns of a list of messages. Appends to `problems`."""
+    if not isinstance(value, list):
+        problems.append(f"{name} is {shown(value)}, expected a text or a list of messages")
+        return
+    for number, message in enumerate(value, start=1):
+        where = f"{name}, message {number}"
+        if not isinstance(message, dict):
+            problems.append(f"{where} is {shown(message)}, expected a role and a content")
+            continue
+        keys = ("from", "value") if message.get("role") is None and "from" in message else ("role", "content")
+        named, content = (message.get(key) for key in keys)
+        role = ROLES.get(str(named), str(named))
+        if str(named) not in ROLES:
+            problems.append(f"{where} has the role {shown(named)}, expected one of {', '.join(ROLES)}")
+        text, offsets, wrong = _text(content, placeholders=placeholders)
+        unread = [key for key, each in message.items() if key not in (*keys, *LEARNT) and is_set(each)]
+        problems += [f"{where} {problem}" for problem in wrong] + [_refusal(key, f"{where}: ") for key in unread]
+        flags = {key: message[key] for key in LEARNT if message.get(key) is not None}
+        if any(flag not in (0, 1) for flag in flags.values()) or len({bool(flag) for flag in flags.values()}) > 1:
+            problems.append(f"{where} has {shown(flags)}, expected 1 or true to learn it, 0 or false not to")
+        elif role != "assistant" and any(flags.values()):
+            problems.append(f"{where} has {shown(flags)}, but only the assistant's turns are learnt")
+        yield Turn(Message(role, text), offsets, all(flags.values()) or role != "assistant")
+
+
+def _text(content: Any, *, placeholders: bool) -> tuple[str, list[int], list[str]]:
+    """The text of a content, which may be in parts, the offsets of images in it, and its problems."""
+    text, offsets = "", []
+    if not isinstance(content, str | list) or content == []:
+        return "", [], [f"has the content {shown(content)}, expected text or parts of it"]
+    problems = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        kind, inner = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        own = ("type", "text") if kind == "text" else ("type",)
+        if kind == "image":
+            offsets.append(len(text))
+        elif kind != "text" or not isinstance(inner, str):
+            problems.append(f"has the part {shown(part)}, expected a text or the place of an image")
+            continue
+        problems += [_refusal(key, "has a part in which ") for key in part if key not in own and is_set(part[key])]
+        for index, piece in enumerate((inner or "").split(PLACEHOLDER) if placeholders else [inner or ""]):
+            offsets += [len(text)] * (index > 0)
+            text += piece
+    return text, offsets, problems
+
+
+def _text_problems(messages: Sequence[Message], with_images: set[int]) -> list[str]:
+    texts = [message.content for message in messages]
+    markup = markup_problem(*texts)
+    return [
+        *(["a text holds half of a surrogate pair"] if any(SURROGATE.search(text) for text in texts) else []),
+        *(
+            f"message {number + 1} is empty"
+            for number, text in enumerate(texts)
+            if not text.strip() and number not in with_images
+        ),
+        *([markup] if markup else []),
+    ]
