@@ -107,7 +107,7 @@ class Spread:
         return np.maximum(*(_lower_tail(np.subtract(means, margin), *error) for error in self.errors()))
 
     def detectable(self, alpha: float) -> float:
-        """The smallest true difference that is found at `alpha` in some 80 % of reports (`POWER`), by the noncentral t
+        """The smallest true difference that is shown at `alpha` in some 80 % of reports (`POWER`), by the noncentral t
         distribution. Rough, as the variance that three seeds show is."""
         sizes = []
         for variance, freedom in self.errors():

@@ -108,24 +108,24 @@ def compare_experiments(
     """
     task = report.task
     with tempfile.TemporaryDirectory() as folder:
-        found, left_out = comparable(task, names, Path(folder))
-        contenders = read_contenders(params, report, [each.data_dir for each in found])
+        compared, left_out = comparable(task, names, Path(folder))
+        contenders = read_contenders(params, report, [each.data_dir for each in compared])
         matters = matters or params.compare.matters.get(report.primary.key)
         comparison = compare(report, contenders, matters=matters)
-        listed = ", ".join(each.name for each in found)
+        listed = ", ".join(each.name for each in compared)
         if not comparison.over_seeds:
             raise UserError(
                 f"only one seed was run, in {listed} ({left_out_words(left_out)}); run more with: dvc exp run --queue "
                 f"-S 'seed=43,44' compare@{task}, then: dvc queue start; or name those to compare with EXPERIMENTS="
             )
         seeds = sorted({run.plan.seed for run in comparison.all_runs if run.plan})
-        notes = [f"Seeds {', '.join(map(str, seeds))}, of {len(found)} experiments: {listed}."]
+        notes = [f"Seeds {', '.join(map(str, seeds))}, of {len(compared)} experiments: {listed}."]
         notes += [f"{left_out_words(left_out)}."] if left_out else []
         if matters is None:
             notes.append(f"No recipe is called as good: params.yaml has no compare.matters.{report.primary.key}.")
         if race:
             notes += [race, "The other sentences do not take into account that seeds were added until then."]
-        notes += _missing_words(found, task, [each.name for each in contenders])
+        notes += _missing_words(compared, task, [each.name for each in contenders])
         comparison = replace(comparison, notes=tuple(notes))
         write_report(comparison, Path("data/report", task, "over-seed"), profile=params.profile, console=console)
 
@@ -141,8 +141,8 @@ def hold_race(params: Params, report: TaskReport, matters: float, *, jobs: int, 
     waited_for: dict[str, str] = {}
     for number in itertools.count():
         with tempfile.TemporaryDirectory() as folder:
-            found, left_out = comparable(report.task, (), Path(folder))
-            runs = runs_by_seed(params, report, found)
+            compared, left_out = comparable(report.task, (), Path(folder))
+            runs = runs_by_seed(params, report, compared)
             now = standing(report, runs, seeds, matters)
         if number == 0:
             console.print(Text(cost_words(runs, seeds)), soft_wrap=True)
@@ -185,11 +185,11 @@ def choose_settings(
     """
     task = report.task
     with tempfile.TemporaryDirectory() as folder:
-        found, left_out = comparable(task, names, Path(folder), varied=pattern)
-        ranked = candidates(found, params, report, pattern)
+        compared, left_out = comparable(task, names, Path(folder), varied=pattern)
+        ranked = candidates(compared, params, report, pattern)
         shares = {
             value
-            for each in found
+            for each in compared
             for condition, value in conditions(each, task, list(ranked)).items()
             if condition.setting == "data.selection"
         }

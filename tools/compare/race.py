@@ -49,13 +49,13 @@ def racing_recipes(params: Params, task: str) -> list[str]:
 
 def runs_by_seed(params: Params, report: TaskReport, experiments: Sequence[Experiment]) -> dict[str, dict[int, Run]]:
     """The runs of the task's recipes that a race can use. Raises UserError if they are not of the same samples."""
-    found = {}
+    by_recipe = {}
     for name in racing_recipes(params, report.task):
         read = (read_task_run(params, report, name, each.data_dir) for each in experiments)
         runs = different_models([run for run in read if run])
-        found[name] = {run.plan.seed: run for run in runs if run.plan}
-    refuse_different_samples([run for of_recipe in found.values() for run in of_recipe.values()])
-    return found
+        by_recipe[name] = {run.plan.seed: run for run in runs if run.plan}
+    refuse_different_samples([run for of_recipe in by_recipe.values() for run in of_recipe.values()])
+    return by_recipe
 
 
 def standing(report: TaskReport, runs: BySeed, seeds: Sequence[int], matters: float) -> Standing:
