@@ -241,8 +241,8 @@ def cpu_model() -> str:
 def _cpuinfo(key: str) -> str | None:
     """The value of a key of the first processor; Linux lists all of them alike."""
     text = CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
-    found = re.search(rf"^{key}\s*: (.+)$", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(rf"^{key}\s*: (.+)$", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 def usable_cores() -> int:
@@ -255,9 +255,9 @@ def installed_packages(search_path: Sequence[str]) -> dict[str, str]:
 
     From the names of their `NAME-VERSION.dist-info` (packaging.python.org, Recording installed projects).
     """
-    found: dict[str, str] = {}
+    packages: dict[str, str] = {}
     for folder in search_path:
         for path in Path(folder or ".").glob("*.dist-info"):
             name, _, version = path.name.removesuffix(".dist-info").partition("-")
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
-    return dict(sorted(found.items()))
+            packages.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
+    return dict(sorted(packages.items()))

@@ -187,10 +187,10 @@ def require_precision(model_type: str, precision: str) -> None:
     family = family_of(model_type)
     if precision != "fp16" or family.overflows_in_fp16 == "never seen":
         return
-    found = f"{family.name} {family.overflows_in_fp16} overflows in fp16"
+    problem = f"{family.name} {family.overflows_in_fp16} overflows in fp16"
     if family.overflows_in_fp16 == "always":
-        raise UserError(f"{found}: set memory.precision of the profile to bf16 or fp32")
-    log.warning("%s: take bf16 where the GPU has it, else see skipped_steps in training.json", found)
+        raise UserError(f"{problem}: set memory.precision of the profile to bf16 or fp32")
+    log.warning("%s: take bf16 where the GPU has it, else see skipped_steps in training.json", problem)
 
 
 def require_text(model_type: str, task: str) -> None:

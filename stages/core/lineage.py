@@ -76,7 +76,9 @@ def folder_digest(folder: Path) -> str:
     files = digested_files(folder)
     if not files:
         raise UserError(f"{folder} is missing or empty")
-    return combined_digest({path.relative_to(folder).as_posix(): found for path, found in file_digests(files).items()})
+    return combined_digest(
+        {path.relative_to(folder).as_posix(): digest for path, digest in file_digests(files).items()}
+    )
 
 
 def digested_files(folder: Path) -> list[Path]:
@@ -173,12 +175,12 @@ def verified_lineage(folder: Path, *, fix: str) -> Lineage:
     """The recorded lineage. Raises UserError, with the command `fix`, if the folder's files do not match it."""
     lineage = read_lineage(folder, fix=fix)
     try:
-        found = folder_digest(folder)
+        digest = folder_digest(folder)
     except (OSError, UnicodeEncodeError) as error:  # the latter for a file name that is not UTF-8
         raise UserError(f"{folder} cannot be read: {error}; rebuild it with: {fix}") from None
-    if found != lineage.digest:
+    if digest != lineage.digest:
         raise UserError(
-            f"{folder} was recorded with content {short(lineage.digest)}, but now holds {short(found)}; "
+            f"{folder} was recorded with content {short(lineage.digest)}, but now holds {short(digest)}; "
             f"rebuild it with: {fix}"
         )
     return lineage

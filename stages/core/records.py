@@ -169,11 +169,11 @@ def parse_json(content: bytes) -> Any:
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these pairs (object_pairs_hook of json.loads). Raises Unreadable for a key that is there twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         raise Unreadable(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} is there twice")
-    return found
+    return values
 
 
 def _finite(text: str) -> float:
@@ -214,17 +214,17 @@ def _refuse_anchors(text: bytes | str) -> None:
             raise Unreadable(f"line {line}: the anchor {shown(anchor)} is refused; write out the value in each place")
 
 
-def refusal(path: Path, found: Mapping[str, str] | Iterable[tuple[str, str]]) -> UserError:
-    """The error for a file that a person wrote. found: all problems by dotted path; the first ones get a line each."""
-    lines = [f"{where}: {problem}" for where, problem in (found.items() if isinstance(found, Mapping) else found)]
+def refusal(path: Path, faults: Mapping[str, str] | Iterable[tuple[str, str]]) -> UserError:
+    """The error for a file that a person wrote. faults: by dotted path; the first ones get a line each."""
+    lines = [f"{where}: {problem}" for where, problem in (faults.items() if isinstance(faults, Mapping) else faults)]
     count = "1 problem" if len(lines) == 1 else f"{len(lines):,} problems"
     return UserError(f"{path} has {count}:\n{listed(lines)}")
 
 
-def damaged(path: Path, found: Mapping[str, str], *, fix: str) -> UserError:
-    """The error for a file that a stage wrote. found: all problems by dotted path; the first three are named."""
-    faults = [f"{where}: {what}" for where, what in found.items()]
-    return UserError(f"{path} is damaged: {join_truncated(faults, 3)}; rebuild it with: {fix}")
+def damaged(path: Path, faults: Mapping[str, str], *, fix: str) -> UserError:
+    """The error for a file that a stage wrote. faults: by dotted path; the first three are named."""
+    lines = [f"{where}: {what}" for where, what in faults.items()]
+    return UserError(f"{path} is damaged: {join_truncated(lines, 3)}; rebuild it with: {fix}")
 
 
 _OF_A_UNION = re.compile(r"constrained-\w+|(literal|tuple|function-\w+)\[.*")
@@ -233,7 +233,7 @@ _OF_A_UNION = re.compile(r"constrained-\w+|(literal|tuple|function-\w+)\[.*")
 
 def problems(error: ValidationError, kind: Any) -> dict[str, str]:
     """The problems of a value that is not a valid `kind`, by dotted path; an unknown key with the nearest known one."""
-    found: dict[str, str] = {}
+    by_path: dict[str, str] = {}
     for details in error.errors(include_url=False):
         *parent, last = [step for step in details["loc"] if not _OF_A_UNION.fullmatch(str(step))] or ("",)
         if last == "[key]":  # the problem is a mapping's key, not its value
@@ -245,8 +245,8 @@ def problems(error: ValidationError, kind: Any) -> dict[str, str]:
         else:
             message = " ".join(f"{details['msg'][0].lower()}{details['msg'][1:]}".split())
             problem = f"{message}, found {shown(details['input'])}"
-        found.setdefault(dotted((*parent, last) if details["loc"] else ()), problem)
-    return found
+        by_path.setdefault(dotted((*parent, last) if details["loc"] else ()), problem)
+    return by_path
 
 
 def _keys_at(steps: Iterable[str | int], kind: Any) -> list[str]:

@@ -49,19 +49,19 @@ def reader_of(sources: ModuleType, dataset: DatasetParams, path: str) -> Any:
 
     sources: the task's module of that name. path: the dataset's own, profiles.PROFILE.datasets.NAME.
     """
-    if found := dataset_problems(sources, dataset, path):
-        raise refusal(Path("params.yaml"), found)
+    if wrong := dataset_problems(sources, dataset, path):
+        raise refusal(Path("params.yaml"), wrong)
     return parse(getattr(sources, "Reader", NoSettings), dataset.reader)
 
 
 def dataset_problems(sources: ModuleType, dataset: DatasetParams, path: str) -> dict[str, str]:
     """Problems by dotted path: settings that the dataset's task does not have. sources, path: as for `reader_of`."""
-    found = {}
+    wrong = {}
     if dataset.mix and not hasattr(sources, "mix"):
-        found[f"{path}.mix"] = f"datasets of the task {dataset.task} cannot be mixed"
+        wrong[f"{path}.mix"] = f"datasets of the task {dataset.task} cannot be mixed"
     kind = getattr(sources, "Reader", NoSettings)
     try:
         parse(kind, dataset.reader)
     except ValidationError as error:
-        found |= {f"{path}.reader.{where}": problem for where, problem in problems(error, kind).items()}
-    return found
+        wrong |= {f"{path}.reader.{where}": problem for where, problem in problems(error, kind).items()}
+    return wrong

@@ -82,13 +82,13 @@ def recorder(request: Request, engine: Engine) -> Callable[[Ended, int], None]:
 
 def digests(workspace_dir: Path, paths: Iterable[str]) -> dict[str, str]:
     """Digests by path. Missing and unreadable ones are left out; the stage, or DVC, reports them."""
-    found = {}
+    by_path = {}
     for path in paths:
         try:
-            found[path] = content_digest(workspace_dir / path)
+            by_path[path] = content_digest(workspace_dir / path)
         except (UserError, OSError):
             continue
-    return found
+    return by_path
 
 
 def git_state(workspace_dir: Path, paths: Iterable[str]) -> tuple[str | None, list[str]]:
@@ -122,14 +122,14 @@ def code_digest(workspace_dir: Path, stage: DeclaredStage) -> str:
 
 def used_params(params: Params, stage: DeclaredStage) -> dict[str, Any]:
     """The values of the params that the stage declares, by dotted path, defaults filled in; missing ones left out."""
-    everything, found = asdict(params), {}
+    everything, used = asdict(params), {}
     for path in (declared.replace("${profile}", params.profile) for declared in stage.params):
         here: Any = everything
         for step in path.split("."):
             here = here.get(step) if isinstance(here, dict) else None
         if here is not None:
-            found[path] = here
-    return found
+            used[path] = here
+    return used
 
 
 def plan_followed(request: Request, stage: DeclaredStage, attempt: int) -> Plan | None:
@@ -152,7 +152,7 @@ def lock_digest(workspace_dir: Path, engine: Engine, *, target: str) -> str | No
             return None
         lock = setup_dir / f"{(setup_dir / 'target').read_text().strip()}.lock"
         locked = dict(re.findall(r"^([a-z0-9-]+)==([^ ]+)", lock.read_text(), re.MULTILINE)) if lock.is_file() else {}
-        found = installed_packages(sys.path)
-        if any(found.get(name, version) != version for name, version in locked.items()):
+        installed = installed_packages(sys.path)
+        if any(installed.get(name, version) != version for name, version in locked.items()):
             return None
     return file_digest(lock) if lock.is_file() else None

@@ -97,8 +97,8 @@ class Publication:
     @property
     def licence(self) -> str | None:
         """The licence of all its bases; None if one is not known, or they differ."""
-        found = {each.licence for each in self.ingredients if each.kind == "base"}
-        return next(iter(found)) if len(found) == 1 else None
+        licences = {each.licence for each in self.ingredients if each.kind == "base"}
+        return next(iter(licences)) if len(licences) == 1 else None
 
     def record(self, stage: str) -> Provenance:
         """The run's own record of a stage, e.g. train."""
@@ -154,16 +154,16 @@ def ingredients_of(
     trained_on: names of datasets. prepared_dir: of the one that the model was evaluated on; its sources are the
     resolved ones, those of others are taken from params.yaml.
     """
-    found = {("base", root.name): _source_text(root) for root in model.tree() if not root.parents}
+    sources = {("base", root.name): _source_text(root) for root in model.tree() if not root.parents}
     for name in trained_on:
         if name == prepared_dir.name:
-            found |= {("data", part): source for part, source in _resolved(prepared_dir, trained=True).items()}
+            sources |= {("data", part): source for part, source in _resolved(prepared_dir, trained=True).items()}
         else:
             dataset = params.dataset(name)
             mixed = [part for part, samples in (dataset.mix or {}).items() if samples != 0]
             for part in mixed or [name]:
-                found.setdefault(("data", part), params.dataset(part).source)
-    return tuple(_ingredient(kind, name, source, params) for (kind, name), source in found.items())
+                sources.setdefault(("data", part), params.dataset(part).source)
+    return tuple(_ingredient(kind, name, source, params) for (kind, name), source in sources.items())
 
 
 def evaluated_on(prepared_dir: Path, params: Params) -> tuple[Ingredient, ...]:

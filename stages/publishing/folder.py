@@ -47,7 +47,7 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
             shutil.copyfile(source, folder / name)
         write_card(publication, folder)
         digests = file_digests(folder / name for name in (*copies.values(), CARD_FILE))
-        files = {path.relative_to(folder).as_posix(): found for path, found in digests.items()}
+        files = {path.relative_to(folder).as_posix(): digest for path, digest in digests.items()}
         content = statement(files, [asdict(record) for record in publication.records])
         atomic_write(json.dumps(content, indent=2, ensure_ascii=False) + "\n", folder / STATEMENT_FILE)
         sign(folder, signing_key(key_dir))

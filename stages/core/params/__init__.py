@@ -42,8 +42,8 @@ def load_params(path: Path = Path("params.yaml"), *, changes: Iterable[str] = ()
     Raises UserError with every problem under its dotted path.
     """
     params = read_settings(Params, path, hint="run from the top of the repository", changes=changes)
-    if found := list(cross_checks(params)):
-        raise refusal(path, found)
+    if mistakes := list(cross_checks(params)):
+        raise refusal(path, mistakes)
     return params
 
 
@@ -68,8 +68,8 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
         if predictions.recipe not in params.recipes:
             yield f"predictions.{name}.recipe", _unknown("recipe is called", predictions.recipe, params.recipes)
         elif (task := params.recipes[predictions.recipe].task) != predictions.task:
-            found = f"{predictions.task}, though recipe {predictions.recipe} has the task {task}"
-            yield f"predictions.{name}.task", found
+            problem = f"{predictions.task}, though recipe {predictions.recipe} has the task {task}"
+            yield f"predictions.{name}.task", problem
     for name, profile in params.profiles.items():
         yield from _profile(f"profiles.{name}", params.active if name == params.profile else profile)
         if profile.evaluation.engine == "vllm" and not params.models.keep_merged:
@@ -99,8 +99,8 @@ def _device(params: Params) -> Problems:
         on_gpu = ", ".join(name for name, profile in params.profiles.items() if profile.device.kind == "cuda")
         for field in ("gpu", "gpus"):
             if (value := getattr(params, field)) is not None:
-                found = f"{value:g}" if isinstance(value, float) else value
-                yield field, f"{found}, though profile {params.profile} runs on a CPU; on a GPU run: {on_gpu or 'none'}"
+                now = f"{value:g}" if isinstance(value, float) else value
+                yield field, f"{now}, though profile {params.profile} runs on a CPU; on a GPU run: {on_gpu or 'none'}"
     elif not device.is_known:
         yield "gpu", f"missing, though profile {params.profile} runs on a GPU; give its size in GB or its name: {A_GPU}"
     elif memory.precision == "bf16" and not has_bf16(device.card):
@@ -136,8 +136,8 @@ def _recipe(here: str, recipe: RecipeParams) -> Problems:
     for part in PARTS:
         how = getattr(recipe.parts, part)
         if recipe.lora is not None and (how == "lora") != (part in recipe.lora.targets):
-            found = "missing" if how == "lora" else "set"
-            yield f"{here}.lora.targets.{part}", f"{found}, though parts.{part} is {how}"
+            state = "missing" if how == "lora" else "set"
+            yield f"{here}.lora.targets.{part}", f"{state}, though parts.{part} is {how}"
         if how != "full" and part in recipe.full_targets:
             yield f"{here}.full_targets.{part}", f"set, though parts.{part} is {how}"
         if how == "frozen" and part in recipe.part_learning_rates:
