@@ -33,6 +33,38 @@ def saved(form: str, mode: str = "RGB", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "PA"])
+@pytest.mark.parametrize("form", ["PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", [1, 3])
+def test_a_transparent_image_is_on_white(mode: str, form: str, orientation: int) -> None:
+    image = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
+    image.paste((200, 0, 0, 255), (20, 15, 40, 30))
+    image.paste((0, 0, 0, 128), (0, 15, 20, 30))
+    options: dict[str, Any] = {"lossless": True} if form == "WEBP" else {}
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    buffer = io.BytesIO()
+    (image if form == "WEBP" or mode == "PA" else image.convert(mode)).save(buffer, form, exif=exif, **options)
+    record = parsed(buffer.getvalue())
+    colours = [record.open_image().getpixel(place) for place in ((2, 2), (38, 28), (2, 28))]
+    if orientation == 3:
+        colours = [record.open_image().getpixel(place) for place in ((37, 27), (1, 1), (37, 1))]
+    assert np.abs(np.array(colours[0]) - 255).max() < 3
+    assert np.array(colours[1])[1:].mean() < 100
+    assert np.abs(np.array(colours[2]) - 127).max() < 4 or mode == "P"
+
+
+def test_an_opaque_image_is_the_same_with_and_without_an_alpha_channel() -> None:
+    colours = np.random.default_rng(7).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    for image in (Image.fromarray(colours), Image.fromarray(colours).convert("L")):
+        buffers = [io.BytesIO(), io.BytesIO()]
+        image.save(buffers[0], "PNG")
+        image.convert("LA" if image.mode == "L" else "RGBA").save(buffers[1], "PNG")
+        plain, opaque = (parsed(buffer.getvalue()) for buffer in buffers)
+        assert plain.sha256 == opaque.sha256
+        assert plain.open_image().tobytes() == opaque.open_image().tobytes() == image.convert("RGB").tobytes()
+
+
 def test_an_upright_image_keeps_its_bytes() -> None:
     for image in (png(), patch_jpeg((0.2, 0.1, 0.9, 0.5), (160, 120), orientation=1)):
         assert parsed(image).image == image
@@ -136,6 +168,17 @@ def with_strip(image: Image.Image) -> Image.Image:
         pytest.param(85, lambda image: image.filter(ImageFilter.GaussianBlur(1)), id="blurred"),
         pytest.param(85, lambda image: image.rotate(1, fillcolor="white"), id="turned by 1 degree"),
         pytest.param(85, with_strip, id="a strip below"),
+        pytest.param(85, ImageOps.mirror, id="mirrored"),
+        pytest.param(85, ImageOps.flip, id="upside down, mirrored"),
+        *(
+            pytest.param(85, lambda image, turn=turn: image.transpose(turn), id=turn.name)
+            for turn in (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.TRANSVERSE)
+        ),
+        *(
+            pytest.param(85, lambda image, angle=angle: image.rotate(angle), id=f"turned by {angle} degrees")
+            for angle in (-15, -9, 3, 12)
+        ),
+        pytest.param(70, lambda image: ImageOps.mirror(image).rotate(10, fillcolor="white"), id="mirrored and turned"),
     ],
 )
 def test_a_changed_copy_of_an_image_resembles_its_original(
@@ -162,6 +205,10 @@ def test_different_images_of_one_kind_do_not_resemble_each_other() -> None:
 def test_blank_images_and_plain_gradients_do_not_resemble_each_other() -> None:
     gradient = Image.linear_gradient("L")
     pairs = [(Image.new("L", (40, 30), 255), Image.new("L", (80, 60))), (gradient, gradient.rotate(90))]
+    frames = [Image.new("L", (300, 100), 255) for _ in range(2)]  # with plain centres
+    for number, frame in enumerate(frames):
+        frame.paste(Image.fromarray(np.random.default_rng(number).integers(0, 256, (90, 90), dtype=np.uint8)), (0, 5))
+    pairs.append((frames[0], frames[1]))
     for one, other in pairs:
         assert list(near_duplicates({"val": [(0, describe_image(one))], "train": [(0, describe_image(other))]})) == []
 

@@ -32,7 +32,8 @@ from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams, Params
 from stages.core.records import cut, nearest
 from stages.core.tasks import load_task
-from stages.data.prepared import prepare
+from stages.data.prepared import counted, folded, prepare
+from stages.data.sources import Place
 from stages.reporting.page import inline_image
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.scoring.drawing import TRUTH_COLOUR, draw_boxes
@@ -67,15 +68,12 @@ def main(source: str | None, dataset: str | None, recipe: str | None, form: Data
         lines += image_figures(stats, splits)
     shown, sample = as_trained(params, name, chosen.task, recipe, splits)
     lines += shown
-    problems = []
-    for split in stats["splits"].values():
-        for each in split["invalid"]:
-            unit, number = next((key, value) for key, value in each.items() if key not in ("file", "problem"))
-            problems.append(f"{each['file']}{'' if number is None else f' {unit} {number}'}: {each['problem']}")
+    invalid = [each for split in stats["splits"].values() for each in split["invalid"]]
+    problems = folded((place_of(each), each["problem"]) for each in invalid)
     for what, figure in lines:
         click.echo(printable(f"{what:<24}  {figure}"))
     if problems:
-        click.echo(printable(f"\n{pluralize(len(problems), 'problem')}; such samples stop a run, or are left out:"))
+        click.echo(printable(f"\n{pluralize(len(invalid), 'problem')}; such samples stop a run, or are left out:"))
         click.echo(printable(listed(problems)))
     records = [record for some in splits.values() for record in some]
     if chosen.task == "detection":
@@ -119,6 +117,12 @@ def read_dataset(params: Params, name: str, chosen: DatasetParams) -> tuple[dict
         return stats, {split: samples.read_split(Path(folder) / name, split) for split in stats["splits"]}
 
 
+def place_of(invalid: Mapping[str, Any]) -> Place:
+    """The place of an invalid sample of stats.json."""
+    unit, number = next((key, value) for key, value in invalid.items() if key not in ("file", "problem"))
+    return Place(invalid["file"], number, unit)
+
+
 def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, str]]:
     """Counts of each split."""
     if stats["validation"]:
@@ -127,6 +131,8 @@ def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[Any]]) -> It
         found = stats["splits"][split]
         more = f"; {found['leaked_rows']:,} left out, in another split too" if found["leaked_rows"] else ""
         yield f"{split}: samples", f"{len(records):,}; {pluralize(found['invalid_rows'], 'invalid one')}{more}"
+    if fields := stats.get("unread_fields"):
+        yield "fields not read", counted(fields)
     if near := stats.get("near_duplicates"):
         yield "near-duplicates", f"{pluralize(len(near), 'sample')}: {join_truncated(near, 3)}"
 
@@ -141,6 +147,8 @@ def image_figures(
         areas = sorted(records, key=lambda record: record.width * record.height)
         sizes = (f"{record.width} x {record.height}" for record in (areas[0], areas[len(areas) // 2], areas[-1]))
         yield f"{split}: smallest, median, largest", ", ".join(sizes)
+        if repeated := found.get("repeated_boxes"):
+            yield f"{split}: repeated boxes", f"{repeated:,}, the same category and place in one image"
         yield f"{split}: boxes an image", ", ".join(f"{boxes}: {n:,}" for boxes, n in found["boxes_per_image"].items())
         for label, count in Counter(label for record in records for _, label in record.targets()).most_common():
             images = sum(any(label == each for _, each in record.targets()) for record in records)
