@@ -96,8 +96,9 @@ serve: setup ## Serve a run that has vLLM's certificate, on loopback, after make
 	@$(offline) $(python) -m tools.serve '$(RUN)' $(if $(PORT),--port $(PORT))
 
 .PHONY: verify
-verify: setup ## Read every output back and compare; RERUN=STAGE: run it again and compare (PUBLISHED=FOLDER, KEY=)
+verify: setup ## Read every output back and compare; RERUN=STAGE: run it again and compare (STEPS=, SAMPLES=, KEEP=1; PUBLISHED=FOLDER, KEY=)
 	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) \
+		$(if $(STEPS),--steps $(STEPS)) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(KEEP),--keep) \
 		$(if $(PUBLISHED),--published '$(PUBLISHED)') $(if $(KEY),--key '$(KEY)')
 
 .PHONY: publish

@@ -4,6 +4,8 @@ Reads   every byte of the outputs in data/; dvc.lock, lineages
 Writes  nothing
 Run     make verify
         make verify RERUN=train@r1-llm-only
+        make verify RERUN=train@r1-llm-only STEPS=3 KEEP=1     its first steps; equal, DVC keeps the training
+        make verify RERUN=evaluate@r1-llm-only SAMPLES=8 KEEP=1
         make verify PUBLISHED=FOLDER KEY=publisher.pem    a published folder, wherever it is
 
 Prints each damaged path with the command that fixes it, and exits with 1; exits with 0 if nothing is damaged.
@@ -31,6 +33,7 @@ from stages.core.lineage import LINEAGE_FILE, Lineage, lineage_lines, short, ver
 from stages.core.records import rebuild
 from stages.core.signals import handling
 from stages.launcher.pipeline import DeclaredStage, declared_stages
+from tools.verify.beginning import rerun_samples, rerun_steps
 from tools.verify.rerun import rerun
 
 DATA_DIR = Path("data")
@@ -40,16 +43,27 @@ UNKNOWN_KEY = 3
 
 @click.command(help=__doc__)
 @click.option("--rerun", "stage", help="Run this stage again, in a folder of its own, and compare: train@r1-llm-only.")
+@click.option("--steps", type=click.IntRange(min=1), help="Of a training, only this many steps.")
+@click.option("--samples", type=click.IntRange(min=1), help="Of an evaluation, only this many samples.")
+@click.option("--keep", is_flag=True, help="If steps or samples come out the same: dvc commit the stage's outputs.")
 @click.option("--published", "folder", type=click.Path(path_type=Path), help="Check only this published folder.")
 @click.option("--key", type=click.Path(path_type=Path), help="Public key of its publisher; default: the folder's own.")
-def main(stage: str | None, folder: Path | None, key: Path | None) -> None:
+def main(
+    stage: str | None, steps: int | None, samples: int | None, keep: bool, folder: Path | None, key: Path | None
+) -> None:
+    if (steps or samples or keep) and (stage is None or (steps is None) == (samples is None)):
+        raise click.UsageError("--rerun takes --steps or --samples; --keep goes with one of them")
     if (stage is not None and folder is not None) or (key is not None and folder is None):
         raise click.UsageError("give --rerun, or --published with or without --key, or nothing")
     if folder is not None:
         sys.exit(report_published(folder, key))
     if not Path("dvc.yaml").exists():
         raise UserError("there is no dvc.yaml here; run from the top of the repository")
-    sys.exit(rerun(Path.cwd(), stage) if stage is not None else verify())
+    if stage is None:
+        sys.exit(verify())
+    if steps is not None:
+        sys.exit(rerun_steps(Path.cwd(), stage, steps, keep=keep))
+    sys.exit(rerun(Path.cwd(), stage) if samples is None else rerun_samples(Path.cwd(), stage, samples, keep=keep))
 
 
 class Findings:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -51,6 +51,25 @@ def rerun(workspace_dir: Path, name: str) -> int:
 
     Raises UserError for an unknown stage, for missing inputs or outputs, and if the stage fails.
     """
+    stage, _ = stage_to_compare(workspace_dir, name)
+    before = _record(workspace_dir, stage)  # refused now if it is damaged, not after hours
+    with temporary_workspace(workspace_dir, stage) as folder:
+        launch(folder, stage)
+        different = unequal_files(workspace_dir, folder, stage.written)
+        reasons = unlike(before, _record(folder, stage))
+    if not different:
+        click.echo(f"OK: {name} came out the same again, byte for byte, apart from measured times and memory")
+        return 0
+    click.echo(f"{name} came out DIFFERENT in {pluralize(len(different), 'file')}:")
+    for path, where in different.items():
+        click.echo(f"  {path}: {where}")
+    click.echo(f"the records of the two runs differ in: {', '.join(reasons) or 'nothing'}")
+    click.echo("make verify says whether the workspace still holds what its own run left")
+    return 1
+
+
+def stage_to_compare(workspace_dir: Path, name: str) -> tuple[DeclaredStage, dict[str, DeclaredStage]]:
+    """The stage of that name, and all of dvc.yaml by name. Raises UserError for one without inputs or outputs here."""
     stages = {stage.name: stage for stage in declared_stages(workspace_dir)}
     if name not in stages:
         raise UserError(
@@ -63,22 +82,7 @@ def rerun(workspace_dir: Path, name: str) -> int:
             f"{name} cannot be compared: of its inputs and outputs these are not here:\n{listed(missing)}\n"
             f"bring them with: dvc checkout; or make them with: dvc repro {name}"
         )
-    before = _record(workspace_dir, stage)  # refused now if it is damaged, not after hours
-    # Signals that ask to end raise KeyboardInterrupt, as Ctrl-C does, so that temporary files are removed.
-    with handling(signal.default_int_handler), temporary_workspace(workspace_dir, stage) as folder:
-        if code := _launch(folder, stage):
-            raise UserError(f"{name} failed when it ran again, with exit code {code}; its own message is above")
-        different = unequal_files(workspace_dir, folder, stage.written)
-        reasons = unlike(before, _record(folder, stage))
-    if not different:
-        click.echo(f"OK: {name} came out the same again, byte for byte, apart from measured times and memory")
-        return 0
-    click.echo(f"{name} came out DIFFERENT in {pluralize(len(different), 'file')}:")
-    for path, where in different.items():
-        click.echo(f"  {path}: {where}")
-    click.echo(f"the records of the two runs differ in: {', '.join(reasons) or 'nothing'}")
-    click.echo("make verify says whether the workspace still holds what its own run left")
-    return 1
+    return stage, stages
 
 
 def unequal_files(ours: Path, theirs: Path, outputs: tuple[str, ...]) -> dict[str, str]:
@@ -120,17 +124,21 @@ def unlike(before: Provenance | None, now: Provenance | None) -> list[str]:
 
 
 @contextmanager
-def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[Path]:
-    """A workspace below .bakeoff with the code, the settings and the stage's inputs, removed at the end.
+def temporary_workspace(workspace_dir: Path, stage: DeclaredStage, *, changes: Sequence[str] = ()) -> Iterator[Path]:
+    """A workspace below .bakeoff with the code, the settings and the stage's inputs, removed at the end, also after a
+    signal that asks to end: it raises KeyboardInterrupt, as Ctrl-C does.
 
-    Inputs are hard links if possible: stages replace files, and never write into one.
+    Inputs are hard links if possible: stages replace files, and never write into one. changes: of params.yaml.
     """
     params = load_params(workspace_dir / "params.yaml")
     kind, name = stage.command.split()[1], stage.name.partition("@")[2]
     source = source_of(kind, name, params).partition("folder:")[2]
     parent_dir = workspace_dir / ".bakeoff/verify"
     parent_dir.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=parent_dir, prefix=f"{stage.name}-", ignore_cleanup_errors=True) as root:
+    with (
+        handling(signal.default_int_handler),
+        TemporaryDirectory(dir=parent_dir, prefix=f"{stage.name}-", ignore_cleanup_errors=True) as root,
+    ):
         # The name of a relative source is part of the result, so `../photographs` has to lead there from here too.
         is_relative = source != "" and not Path(source).is_absolute()
         folder = Path(root, "up/up/up/up/workspace")
@@ -149,9 +157,10 @@ def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[P
         cache = cache_dir(workspace_dir.resolve()).parents[1]
         (folder / ".dvc/config").write_text(f"[cache]\n    dir = {cache}\n", encoding="utf-8")
         if params.tracking.to:  # a comparison does not belong among tracked runs
+            changes = [*changes, "tracking.to=[]"]
+        if changes:
             params_path = folder / "params.yaml"
-            raw = read_settings(dict[str, Any], params_path, changes=["tracking.to=[]"])
-            atomic_write(yaml_text(raw), params_path)
+            atomic_write(yaml_text(read_settings(dict[str, Any], params_path, changes=changes)), params_path)
         yield folder
 
 
@@ -173,8 +182,18 @@ def _copy(source: Path, place: Path, *, link: bool) -> None:
         copy_file(str(source), str(place))
 
 
-def _launch(folder: Path, stage: DeclaredStage) -> int:
-    """Run the stage with its launcher; returns its exit code. Signals to this process go to the stage."""
+def launch(folder: Path, stage: DeclaredStage) -> None:
+    """Run the stage to its end. Raises UserError if it fails."""
+    with launched(folder, stage) as process:
+        pass
+    if code := process.returncode:
+        raise UserError(f"{stage.name} failed when it ran again, with exit code {code}; its own message is above")
+
+
+@contextmanager
+def launched(folder: Path, stage: DeclaredStage) -> Iterator[subprocess.Popen[bytes]]:
+    """The stage while it runs, by its launcher; at the end of the block it is waited for. Signals to this process go to
+    the stage."""
     environment = {name: value for name, value in os.environ.items() if name not in _MISLEADING}
     # The launcher ends with this process, as it does with dvc.
     environment |= {"DVC_STAGE": stage.name, "BAKEOFF_CALLER": str(os.getpid())}
@@ -183,7 +202,8 @@ def _launch(folder: Path, stage: DeclaredStage) -> int:
         # In a process group of its own: a Ctrl-C reaches it once, from here.
         process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, process_group=0)
         signals.forward_to(process.send_signal)
-        return process.wait()
+        yield process
+        process.wait()
 
 
 def _record(workspace_dir: Path, stage: DeclaredStage) -> Provenance | None:

@@ -142,7 +142,7 @@ def test_a_signal_ends_the_stage_and_leaves_nothing(workspace: Path, monkeypatch
 def test_what_cannot_be_compared_is_refused_before_anything_runs(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.verify.rerun._launch", None)
+    monkeypatch.setattr("tools.verify.rerun.launch", None)
     assert "did you mean 'train@r1-llm-only'" in rerun("train@r1-llm-onyl").output
     (workspace / "data/provenance/detection/train@r1-llm-only.json").write_text("{")
     assert "train@r1-llm-only.json is damaged" in rerun().output

@@ -1,0 +1,219 @@
+"""The first steps of a training and some samples of an evaluation, run again after an edit of the code."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests import ROOT
+from tests.launcher.small_checkout import CALLER, run, small_checkout
+from tests.stage_runs import done, small_params, write_params
+from tools.verify.__main__ import main
+
+TRAIN, EVALUATE = "train@r1-llm-only", "evaluate@r1-llm-only"
+
+# Stages that do next to nothing. A training of five steps, which can be stopped where it has a checkpoint.
+
+PLAN = """
+import pathlib
+
+pathlib.Path("data/runs/r1-llm-only/plan.yaml").write_text({!r})
+"""
+
+TRAINING = """
+import pathlib, re, signal, sys, time
+
+RATE = 1.0
+run_dir = pathlib.Path("data/runs/r1-llm-only")
+trace = [((2 - 0.1 * step * (RATE if step > 1 else 1)).hex(), (1 / step).hex()) for step in range(1, 6)]
+if steps := re.search(r"every_steps: (\\d+)", pathlib.Path("params.yaml").read_text()):
+    import torch
+
+    saved = pathlib.Path(f".bakeoff/checkpoints/r1-llm-only/0123/.step.partial")
+    saved.mkdir(parents=True)
+    torch.save({"trace": trace[: int(steps[1])]}, saved / "process-0.pt")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    saved.rename(saved.with_name(f"step-{int(steps[1]):06d}"))
+    signal.pause()
+(run_dir / "training").mkdir(exist_ok=True)
+rows = (f"{step},{loss},{norm}" for step, (loss, norm) in enumerate(trace, start=1))
+(run_dir / "training/trace.csv").write_text("\\n".join(("step,loss,grad_norm", *rows)))
+"""
+
+EVALUATION = """
+import pathlib
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+WORD = "table"
+samples = pq.read_table("data/prepared/nutrition-tables/val.parquet").to_pylist()
+rows = [{"id": each["id"], "answer": f"{WORD} {each['id']}" if each["id"] > 3 else "no"} for each in samples]
+pathlib.Path("data/runs/r1-llm-only").mkdir(parents=True, exist_ok=True)
+pq.write_table(pa.Table.from_pylist(rows), "data/runs/r1-llm-only/predictions.parquet")
+"""
+
+PIPELINE = """
+stages:
+  plan:
+    foreach: [r1-llm-only]
+    do:
+      cmd: exec docker/run plan
+      deps: [stages/plan.py]
+      outs: ["data/runs/${item}/plan.yaml"]
+  train:
+    foreach: [r1-llm-only]
+    do:
+      cmd: exec docker/run train
+      deps: ["data/runs/${item}/plan.yaml", stages/train.py]
+      outs: ["data/runs/${item}/training/trace.csv"]
+  evaluate:
+    foreach: [r1-llm-only]
+    do:
+      cmd: exec docker/run evaluate
+      deps: [data/prepared/nutrition-tables, stages/evaluate.py]
+      outs: ["data/runs/${item}/predictions.parquet"]
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With all stages run by DVC."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    workspace = small_checkout(
+        tmp_path_factory.mktemp("finished") / "a workspace",
+        pipeline=PIPELINE,
+        train=TRAINING,
+        evaluate=EVALUATION,
+    )
+    plan = (workspace / "data/runs/r1-llm-only/plan.yaml").read_text()
+    (workspace / "stages/plan.py").write_text(PLAN.format(plan))
+    (workspace / "data/prepared/nutrition-tables").mkdir(parents=True)
+    pq.write_table(pa.table({"id": list(range(8))}), workspace / "data/prepared/nutrition-tables/val.parquet")
+    run(workspace, "bash", "-c", "dvc init --quiet --no-scm && dvc repro --quiet")
+    return workspace
+
+
+@pytest.fixture
+def workspace(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name, value in CALLER.items():
+        monkeypatch.setenv(name, value)
+    copy = Path(shutil.copytree(finished, tmp_path / "a copy", symlinks=True))
+    monkeypatch.chdir(copy)
+    yield copy
+    assert not list(copy.glob(".bakeoff/verify/*")), "the temporary workspace is removed"
+
+
+def verify(*options: str) -> Result:
+    return CliRunner().invoke(main, options)
+
+
+def edit(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, after))
+
+
+def out_of_date(workspace: Path) -> set[str]:
+    """The stages that DVC would run again."""
+    status = run(workspace, "dvc", "status", code=None)
+    return {line.removesuffix(":") for line in status.splitlines() if line.endswith(":") and line[0].isalpha()}
+
+
+def test_the_same_bits_keep_a_training(workspace: Path) -> None:
+    edit(workspace / "stages/train.py", "2 - 0.1 * step", "2.0 - 0.1 * step")
+    edit(workspace / "stages/plan.py", "import pathlib", "import pathlib  # a comment")
+    assert out_of_date(workspace) == {"plan@r1-llm-only", TRAIN}
+    result = verify("--rerun", TRAIN, "--steps", "3")
+    assert result.exit_code == 0, result.output
+    command = "dvc commit --force plan@r1-llm-only train@r1-llm-only"
+    assert f"the same bits in the first 3 of 5 steps of {TRAIN}, loss and gradient norm; keep" in result.output
+    assert command in result.output
+    assert out_of_date(workspace) == {"plan@r1-llm-only", TRAIN}, "without --keep nothing changes"
+    trace = (workspace / "data/runs/r1-llm-only/training/trace.csv").read_bytes()
+    assert verify("--rerun", TRAIN, "--steps", "3", "--keep").exit_code == 0
+    assert out_of_date(workspace) == set()
+    assert (workspace / "data/runs/r1-llm-only/training/trace.csv").read_bytes() == trace
+
+
+def test_the_first_step_that_differs_is_named(workspace: Path) -> None:
+    edit(workspace / "stages/train.py", "RATE = 1.0", "RATE = 1.0001")
+    result = verify("--rerun", TRAIN, "--steps", "3", "--keep")
+    assert result.exit_code == 1, result.output
+    loss = [(2 - 0.1 * 2 * rate).hex() for rate in (1.0001, 1)]
+    assert f"at step 2 the loss is {loss[0]}, and was {loss[1]}" in result.output
+    assert out_of_date(workspace) == {TRAIN}
+
+
+def test_another_plan_is_another_training(workspace: Path) -> None:
+    edit(workspace / "stages/plan.py", "seed: 42", "seed: 43")
+    result = verify("--rerun", TRAIN, "--steps", "3", "--keep")
+    assert result.exit_code == 1
+    assert "data/runs/r1-llm-only/plan.yaml comes out DIFFERENT" in result.output
+    assert out_of_date(workspace) == {"plan@r1-llm-only"}
+
+
+def test_the_same_completions_keep_an_evaluation(workspace: Path) -> None:
+    edit(workspace / "stages/evaluate.py", '"no"', '"n" + "o"')
+    result = verify("--rerun", EVALUATE, "--samples", "4", "--keep")
+    assert result.exit_code == 0, result.output
+    assert "the same completions and scores of 4 of 8 samples" in result.output
+    assert out_of_date(workspace) == set()
+
+
+def test_a_sample_that_differs_is_named(workspace: Path) -> None:
+    edit(workspace / "stages/evaluate.py", 'WORD = "table"', 'WORD = "tables"')
+    result = verify("--rerun", EVALUATE, "--samples", "4", "--keep")
+    assert result.exit_code == 1
+    assert "sample 5 differs in answer; answer is 'tables 4', and was 'table 4'" in result.output
+    assert out_of_date(workspace) == {EVALUATE}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rerun", EVALUATE, "--steps", "3"), "STEPS goes with RERUN=train@RECIPE"),
+        (("--rerun", TRAIN, "--samples", "3"), "SAMPLES goes with RERUN=evaluate@RECIPE"),
+        (("--rerun", TRAIN, "--steps", "3", "--samples", "3"), "--rerun takes --steps or --samples"),
+        (("--rerun", TRAIN, "--keep"), "--rerun takes --steps or --samples"),
+        (("--steps", "3"), "--rerun takes --steps or --samples"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(workspace: Path, options: tuple[str, ...], message: str) -> None:
+    result = verify(*options)
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.pipeline
+def test_an_edit_of_the_real_trainer(tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six steps, of which three run again: first after an edit without effect, then with a learning rate that is a
+    ten-thousandth larger. It shows in the loss after the second step: the first one has a rate of 0, as it warms up."""
+    for folder in ("stages", "docker"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.lock"))
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    for name, value in CALLER.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    raw = small_params(tiny_vlm)
+    raw["recipes"]["r1-llm-only"]["epochs"] = 2
+    write_params(raw)
+    for stage, name in (
+        ("base", "vlm"),
+        ("prepare", "nutrition-tables"),
+        ("plan", "r1-llm-only"),
+        ("train", "r1-llm-only"),
+    ):
+        done(stage, name)
+    trainer = tmp_path / "stages/training/trainer.py"
+    edit(trainer, '"lr": schedule.learning_rates[part],', '"lr": 1.0 * schedule.learning_rates[part],  # per part')
+    result = verify("--rerun", TRAIN, "--steps", "3")
+    assert result.exit_code == 0, result.output
+    assert "the same bits in the first" in result.output
+    edit(trainer, '"lr": 1.0 * ', '"lr": 1.0001 * ')
+    result = verify("--rerun", TRAIN, "--steps", "3")
+    assert result.exit_code == 1, result.output
+    assert f"{TRAIN} computes something ELSE: at step 3 the loss is" in result.output
