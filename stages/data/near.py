@@ -30,12 +30,12 @@ MAX_BITS = 64
 """Bits of 256 in which the descriptions of two copies of an image may differ. Different photographs differ in 128 +-
 9, and at least in 86 over 120,000 pairs; docs/data.md has the shares of the copies that are found."""
 MAX_DISK_BITS = 56
-"""The same of two disks in any position. Different pictures differed at least in 70, over 122,500 pairs."""
+"""The limit for disks, in any position. Those of different images differ in at least 70 bits over 122,500 pairs."""
 ANGLES = (0, 6, -6, 12, -12)
 """Turns of a disk, in degrees: a copy that is turned by up to 15 is near enough to one of them."""
 IMAGE_WORDS = BITS_WORDS * (1 + 8 * len(ANGLES))
 SIGNS = np.ones(16), (-1.0) ** np.arange(16)
-"""Of the frequencies of an image, and of a mirrored one."""
+"""Signs of the frequencies of an image, and of its mirror image."""
 DISK = np.hypot(*(np.mgrid[:64, :64] - 31.5)) <= 31.5
 """(64, 64)"""
 FREQUENCIES = np.cos(np.pi / 64 * (np.arange(64) + 0.5) * np.arange(16)[:, None])

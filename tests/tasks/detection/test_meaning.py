@@ -14,7 +14,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.core.records import parse
 from stages.tasks.detection.samples import DetectionRecord, ForModel, read_split
-from stages.tasks.detection.sources.rows import Reader
+from stages.tasks.detection.sources.rows import NO_PLAIN_BOX, Reader
 from tests.data.images import png
 from tests.tasks import prepare
 from tests.tasks.detection.written import WRITERS, Photo
@@ -110,7 +110,7 @@ NAMES = {"train": ["a", "b"], "val": ["c"]}
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "yolo"])
 @pytest.mark.parametrize(
-    ("key", "value"), [("iscrowd", 1), ("ignore", 1), ("rotation", 12.5), ("angle", -3), ("deleted", 1)]
+    ("key", "value"), [("IsGroupOf", 1), ("rotation", 12.5), ("angle", -3), *((key, 1) for key in NO_PLAIN_BOX)]
 )
 def test_a_field_by_which_a_box_is_none_to_be_learnt_is_refused(
     tmp_path: Path, form: str, key: str, value: float
@@ -134,6 +134,18 @@ def test_other_fields_of_boxes_are_counted_and_refused_on_request(
     assert f"{name} (3)" in caplog.text
     assert f"fields that are not read: {name} (3)" in refusal(folder, form, strict=True)
     assert "unread_fields" not in read(write_samples(tmp_path / "plain", form, NAMES), form, strict=True)[0]
+
+
+def test_a_rotation_among_cvats_attributes_is_refused(tmp_path: Path) -> None:
+    for degrees, refused in ((12.5, True), (0.0, False)):
+        folder = write_samples(tmp_path / f"coco {degrees}", "coco", NAMES, field=("attributes", {"rotation": degrees}))
+        attribute = f"<attribute><name>rotation</name><value>{degrees}</value></attribute>"
+        xml = write_samples(tmp_path / f"voc {degrees}", "voc", NAMES, field=("attributes", attribute))
+        for where, form in ((folder, "coco"), (xml, "voc")):
+            if refused:
+                assert "is rotated (rotation" in refusal(where, form)
+            else:
+                assert len(read(where, form)[1]["train"]) == 2
 
 
 def test_yolo_has_only_keys_of_its_settings_and_what_is_no_box_is_refused(tmp_path: Path) -> None:
