@@ -16,6 +16,7 @@ import click
 
 from stages.core.atomic import atomic_write
 from stages.core.errors import configure_logging
+from stages.core.given_files import require_own
 from stages.core.params import load_params
 from stages.core.tasks import load_task
 from stages.evaluation.answer import batch_size_for, load_answerer
@@ -37,6 +38,7 @@ def main(name: str, attempt: int) -> None:
     params = load_params()
     wanted = params.prediction(name)
     task = load_task(wanted.task, "predictions")
+    require_own(Path(wanted.inputs), Path("data"))
     inputs = task.read_inputs(Path(wanted.inputs))
     model_dir, _ = certified_model(params, wanted.recipe)
     require_weights(model_dir)

@@ -19,13 +19,18 @@ from pydantic_core import from_json
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from stages.core.atomic import atomic_write
-from stages.core.errors import UserError, join_truncated, listed
+from stages.core.errors import UserError, bytes_text, join_truncated, listed
 
 MAX_SHOWN_CHARS = 80
+
+MAX_YAML_DEPTH = 200
+MAX_YAML_BYTES = 2**18
+"""Limit of YAML, which takes up to 25 seconds a megabyte. params.yaml has 18 KB."""
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """Configuration of a dataclass of a file: no unknown key, no value of another type, no figure that is not finite."""
@@ -183,11 +188,16 @@ def _finite(text: str) -> float:
 
 
 def parse_yaml(text: bytes | str) -> Any:
-    """YAML 1.2 as the values of JSON. Raises Unreadable if it is no YAML or has anchors."""
+    """YAML 1.2, which a dataset may bring, as the values of JSON.
+
+    Raises Unreadable if it is no YAML, is too large or nested too deep, or has anchors.
+    """
+    if len(text) > MAX_YAML_BYTES:
+        raise Unreadable(f"{bytes_text(len(text))}, more than {bytes_text(MAX_YAML_BYTES)}")
     yaml = YAML(typ="safe")
     yaml.Constructor = _Constructor
     try:
-        _refuse_anchors(text)
+        _refuse_anchors_and_depth(text)
         return json.loads(json.dumps(yaml.load(text)))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -206,9 +216,17 @@ def parse(kind: type[T], value: Any) -> T:
     return _adapter(kind).validate_json(json.dumps(value), strict=True)
 
 
-def _refuse_anchors(text: bytes | str) -> None:
-    """Raises Unreadable for an anchor or an alias: `dvc exp run -S` changes every place of an anchor, or loses it."""
+def _refuse_anchors_and_depth(text: bytes | str) -> None:
+    """Raises Unreadable for an anchor or an alias, and for deep nesting, in which libyaml's composer recurses until the
+    process is killed.
+
+    `dvc exp run -S` changes every place of an anchor, or loses it; a few lines of aliases stand for billions of values.
+    """
+    depth = 0
     for event in YAML(typ="safe").parse(text):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > MAX_YAML_DEPTH:
+            raise Unreadable("lists and mappings are nested too deep")
         if anchor := getattr(event, "anchor", None):
             line = event.start_mark.line + 1
             raise Unreadable(f"line {line}: the anchor {shown(anchor)} is refused; write out the value in each place")

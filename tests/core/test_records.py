@@ -44,6 +44,7 @@ def test_a_key_twice_is_refused(tmp_path: Path) -> None:
 
 
 @given(content=st.lists(st.sampled_from(YAML_PIECES), max_size=20).map("".join) | st.text() | st.binary())
+@example(content="[" * 1000)
 @example(content="a: &a [*a, *a]")
 @example(content="a: !!bool tiny")
 @quick(200)
@@ -66,6 +67,8 @@ def test_any_yaml_is_read_or_refused_on_one_line(content: str | bytes) -> None:
         ("a: 1\na: 2", "line 2, column 1: found duplicate key"),
         ("a: 1\n---\nb: 2\n", "another document"),
         ("a: !x y", "line 1, column 4"),
+        ("[" * 1000 + "]" * 1000, "nested too deep"),
+        ("#" * 2**19, "more than 256 KiB"),
         (b"a: \xe9", "at position 3"),
     ],
 )
