@@ -220,7 +220,7 @@ def test_a_training_that_runs_out_of_memory_keeps_its_effective_batch(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At load, and at the first and the last step."""
-    change_plan(workspace, schedule={"num_steps": 3})
+    change_plan(workspace, schedule={"num_steps": 3}, validation=None)
     places = (at_load(stages.train, "load_trainable"), at_step(1), at_step(3))
     assert down_the_ladder(Engine(*places), "train", RECIPE, workspace) == 0
     assert [line.partition(" with ")[2] for line in capsys.readouterr().err.splitlines() if "launcher:" in line] == [
