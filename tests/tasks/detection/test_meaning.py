@@ -14,6 +14,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.core.records import parse
 from stages.tasks.detection.samples import DetectionRecord, ForModel, read_split
+from stages.tasks.detection.samples.boxes import decode_boxes, encode_boxes
 from stages.tasks.detection.sources.rows import NO_PLAIN_BOX, Reader
 from tests.data.images import png
 from tests.tasks import prepare
@@ -270,6 +271,20 @@ def test_an_image_is_found_whatever_root_its_annotation_names(tmp_path: Path, ro
     assert names_of(read(other, "coco")[1]) == names, "by the folder that they have in common"
 
 
+@pytest.mark.parametrize("root", ["", "../", "/home/someone/", "C:\\data\\"])
+def test_folders_of_yolos_settings_are_found_whatever_root_they_name(tmp_path: Path, root: str) -> None:
+    folder = write_samples(tmp_path / "in", "yolo", {"first": ["a", "b"], "second": ["c"]})
+    (folder / "classes.txt").unlink()
+    write(folder / "data.yaml", f"names: [cup]\ntrain: {root}first\nval: {root}second\n")
+    assert names_of(read(folder, "yolo")[1]) == {"train": ["a", "b"], "val": ["c"]}
+    (folder / "first/a.png").rename(folder / "first/A.png")
+    (folder / "first/b.txt").rename(folder / "labels.txt")
+    (folder / "first").rename(folder / "images")
+    write(folder / "labels/a.txt", (folder / "images/a.txt").read_text())
+    write(folder / "data.yaml", f"names: [cup]\ntrain: {root}images\nval: {root}second\n")
+    assert "labels/a.txt: there is no image with this name, only images/A.png" in refusal(folder, "yolo")
+
+
 @pytest.mark.parametrize("name", ["A%20b.png", "a b.PNG", "a b.jpg"])
 @pytest.mark.parametrize("on_disk", ["a b.png", "a b.HEIC"])
 def test_the_similar_name_of_a_missing_image_is_shown(tmp_path: Path, name: str, on_disk: str) -> None:
@@ -292,7 +307,9 @@ def test_groups_are_held_out_together_and_are_refused_in_two_splits(tmp_path: Pa
     folder = write_samples(tmp_path / "in", form, {"train": names}, entry=("patient", patients))
     split = write_samples(tmp_path / "split", form, {"train": names[:4], "val": names[4:]}, entry=("patient", patients))
     for key in keys:
-        splits = names_of(read(folder, form, group=key)[1])
+        stats, found = read(folder, form, group=key)
+        splits = names_of(found)
+        assert ("unread_fields" in stats) == (key != "patient" and form in ("coco", "parquet"))
         assert len(splits["val"]) == 3
         assert len({name.partition("-")[0] for name in splits["val"]}) == 1
         assert f"image or {key} is in another split too" in refusal(split, form, group=key)
@@ -375,3 +392,8 @@ def test_boxes_that_do_not_come_back_are_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("stages.tasks.detection.samples.encode_boxes", lambda *_, **__: "none")
     with pytest.raises(UserError, match="sample a: the boxes of cup do not come back out of 'none', as a qwen2_5_vl"):
         ForModel("qwen2_5_vl", lambda *size: size).conversation(record, answered=True)
+
+
+def test_a_label_of_an_answer_is_the_same_however_unicode_composes_it() -> None:
+    answer = encode_boxes([(0.1, 0.2, 0.5, 0.6)], label=unicodedata.normalize("NFD", "đèn ế"))
+    assert decode_boxes(answer).labels == (unicodedata.normalize("NFC", "đèn ế"),)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stages.core.families import FAMILIES as ALL
+from stages.data.names import composed
 from stages.data.prepared import to_row
 from stages.tasks.detection.samples import SCHEMA, DetectionRecord, ForModel
 from stages.tasks.detection.samples.boxes import Box, codec, decode_boxes, encode_boxes, reading_order
@@ -139,9 +140,7 @@ def test_an_answer_without_end_takes_no_longer_than_its_length(
 
 
 @given(
-    names=st.lists(
-        st.text(st.characters(exclude_characters='<>{}"\\', exclude_categories=["C"]), min_size=1), min_size=1
-    )
+    names=st.lists(st.text(st.characters(exclude_characters="<>", exclude_categories=["C"]), min_size=1), min_size=1)
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_box_comes_back_with_its_label(family: str, names: list[str]) -> None:
@@ -149,7 +148,7 @@ def test_each_box_comes_back_with_its_label(family: str, names: list[str]) -> No
     decoded = decode_boxes(
         encode_boxes(places, family=family, size=(900, 20_000), label=names), family=family, size=(900, 20_000)
     )
-    assert list(decoded.labels) == names
+    assert list(decoded.labels) == [composed(name) for name in names]
 
 
 def test_a_box_without_its_label_has_none() -> None:

@@ -18,6 +18,7 @@ from typing import Literal
 
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES, family_of
+from stages.data.names import composed
 
 Box = tuple[float, float, float, float]
 """x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""
@@ -135,7 +136,7 @@ def decode_boxes(text: str, *, family: str = "qwen2_vl", size: tuple[int, int] |
             problems.append(problem)
         else:
             (x0, y0, x1, y1), label = found
-            boxes.append(((x0 / width, y0 / height, x1 / width, y1 / height), label))
+            boxes.append(((x0 / width, y0 / height, x1 / width, y1 / height), label and composed(label)))
     answer = text.strip()
     none = answer.startswith(form.none) and bool(_MARKUP.fullmatch(answer, len(form.none)))
     return Decoded(tuple(box for box, _ in boxes), tuple(problems), tuple(label for _, label in boxes), none)

@@ -63,6 +63,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
     def parsed(rows: Iterable[RawSample]) -> Iterator[Sample[DetectionRecord]]:
         for place, row in rows:
             yield place, row if isinstance(row, list) else parse_row(row, reader, form)
+        splits.fields.pop(f"images.{reader.group}", None)  # which is read
 
     return RawDataset(
         rules=Rules(

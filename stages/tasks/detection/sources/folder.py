@@ -112,6 +112,10 @@ class Folder:
         """Whether there is an image of this name, with or without suffix."""
         return name in self._by_name
 
+    def similar(self, name: str) -> str | None:
+        """An image whose name differs from this one in case, suffix or percent-encoding alone."""
+        return self._by_plain_name.get(plain_name(name))
+
     def text(self, path: str) -> str:
         """Raises UnreadableText for a file that is no text, too large, or outside the folder."""
         try:
@@ -166,7 +170,7 @@ class Folder:
             exact = [path for path in found if PurePosixPath(path).parent in (beside / wanted.parent, wanted.parent)]
             found = exact or [path for path in found if self.split_of(path) == self.split_of(near)] or found
         if len(found) != 1:
-            similar = self._by_plain_name.get(plain_name(wanted.name))
+            similar = self.similar(wanted.name)
             which = f"there is none{f', only {similar}' if similar else ''}"
             which = f"{len(found)} images have this name: {', '.join(found[:3])}" if found else which
             raise UnreadableText(f"image {name[:200]!r}: {which}")

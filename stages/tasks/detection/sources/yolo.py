@@ -93,11 +93,12 @@ def _data_file(folder: Folder, path: str) -> DataFile:
 
 
 def _below(folder: Folder, entry: str, data_file: str) -> list[str]:
-    """The images of a folder that is an entry of `train` or `val`. As in Ultralytics, `../` at its beginning counts as
-    nothing. Raises UserError if there are none.
+    """The images of a folder that is an entry of `train` or `val`, whatever its root: as in Ultralytics, `../` at
+    its beginning counts as nothing. Raises UserError if there are none.
     """
-    where = re.sub(r"^(\.{0,2}/)+", "", composed(entry).strip().replace("\\", "/"))
-    for place in (PurePosixPath(data_file).parent / where, PurePosixPath(where)):
+    parts = PurePosixPath(re.sub(r"^(\.{0,2}/)+", "", composed(entry).strip().replace("\\", "/"))).parts
+    tails = [PurePosixPath(*parts[start:]) for start in range(max(1, len(parts)))]
+    for place in (root / tail for tail in tails for root in (PurePosixPath(data_file).parent, PurePosixPath())):
         if inside := [path for path in folder.images if place in PurePosixPath(path).parents]:
             return inside
     raise UserError(
@@ -126,7 +127,8 @@ def _samples(folder: Folder, images: Sequence[str], names: dict[int, str]) -> It
     for path in folder.with_suffix(".txt"):
         pure = PurePosixPath(path)
         if pure.parent in label_folders and path not in taken and pure.name not in NAMES:
-            yield Place(path), ["there is no image with this name"]
+            similar = folder.similar(pure.name)
+            yield Place(path), [f"there is no image with this name{f', only {similar}' if similar else ''}"]
 
 
 def label_paths(image: str) -> tuple[str, str]:
