@@ -1,6 +1,8 @@
 import io
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -8,7 +10,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 from ruamel.yaml import YAML
 
-from stages.core.params.schema import DataParams, DatasetParams, LimitParams
+from stages.core.params.schema import DataParams, DatasetParams, LimitParams, SplitParams
 from stages.core.tasks import load_task
 from stages.data.prepared import prepare
 from tests import ROOT
@@ -146,3 +148,45 @@ def test_an_unknown_recipe_or_no_data_is_refused(workspace: Path) -> None:
     unknown = run("--dataset", "visempar", "--recipe", "amr-mtp").output
     assert "is called 'amr-mtp' (did you mean 'amr-mtup'?); there are: amr-baseline, " in unknown
     assert "DATASET=" in run().output
+
+
+TALKS = [{"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": f"{n}."}]} for n in range(20)]
+ALPACA = [{"instruction": f"{n}?", "input": "", "output": f"{n}.", "category": "a"} for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("files", "form", "splits"),
+    [
+        ({"sharegpt.json": TALKS}, "conversations, as in conversations (ShareGPT", {"train": ["sharegpt.json"]}),
+        ({"train.jsonl": ALPACA[:9], "val.jsonl": ALPACA[9:]}, "instruction and output, as in", None),
+        (
+            {"de/a.json": TALKS[:9], "de/b.json": ALPACA[9:15], "de/val.json": ALPACA[15:]},
+            "conversations, as in",
+            {"train": ["de/a.json", "de/b.json"], "val": ["de/val.json"]},
+        ),
+    ],
+)
+def test_a_folder_of_conversations_is_shown_with_the_entry_that_reads_it(
+    workspace: Path, files: dict[str, Any], form: str, splits: dict[str, list[str]] | None
+) -> None:
+    for name, rows in files.items():
+        (workspace / "talks" / name).parent.mkdir(parents=True, exist_ok=True)
+        lines = name.endswith(".jsonl")
+        text = "".join(f"{json.dumps(row)}\n" for row in rows) if lines else json.dumps(rows, indent=2)
+        (workspace / "talks" / name).write_text(text)
+    ended = run("talks")
+    assert ended.exit_code == 0, ended.output
+    assert f"form                      {form}" in ended.output
+    assert ("fields not read           category (" in ended.output) == ("category" in json.dumps(files))
+    entry = YAML(typ="safe").load(ended.stdout.split("params.yaml:")[1])["conversations"]
+    assert entry.get("splits") == splits
+    given = {**entry, "splits": SplitParams(**{name: tuple(some) for name, some in (splits or {}).items()})}
+    stats = prepare(load_task("chat", "sources"), DatasetParams(**given), DataParams(), workspace / "out", path="x")
+    assert sum(split["records"] for split in stats["splits"].values()) == 20
+
+
+def test_a_folder_of_rows_in_no_known_form_says_what_is_expected(workspace: Path) -> None:
+    (workspace / "talks").mkdir()
+    (workspace / "talks/train.jsonl").write_text('{"question": "Who?", "answer": "You."}\n')
+    message = run("talks").output
+    assert "train.jsonl has question, answer in a row; expected messages, or conversations" in message

@@ -1,6 +1,7 @@
 """Show a dataset as models will see it, before anything is trained. Nothing of it is changed.
 
 Reads   a dataset of params.yaml's active profile; or SOURCE, a folder or hub:OWNER/NAME@REVISION of images with boxes
+        or of conversations
 Writes  .bakeoff/data/NAME.html for images with boxes: twelve of them, and the same figures
 Run     make data DATASET=visempar RECIPE=amr-mtup          one of both is enough
         make data SOURCE=/path/to/photographs
@@ -38,6 +39,7 @@ from stages.reporting.page import inline_image
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.scoring.drawing import TRUTH_COLOUR, draw_boxes
 from stages.tasks.detection.sources.rows import DataForm, Reader
+from tools.data.conversations import conversations
 from tools.plan import available_inputs, trainable_recipes
 
 SHOWN = 12
@@ -58,12 +60,12 @@ Lines = list[tuple[str, str]]
 def main(source: str | None, dataset: str | None, recipe: str | None, form: DataForm | None) -> None:
     configure_logging("data")
     params = load_params()
-    name, chosen = chosen_dataset(params, source, dataset, recipe, form)
+    name, chosen, forms = chosen_dataset(params, source, dataset, recipe, form)
     stats, splits = read_dataset(params, name, chosen)
-    if source is not None:
-        reader = proposed_reader(form, splits)
+    reader = proposed_reader(form, splits) if source is not None and chosen.task == "detection" else None
+    if reader is not None:
         splits = {split: [replace(each, **reader.fields()) for each in records] for split, records in splits.items()}
-    lines = [("source", chosen.source), *figures(stats, splits)]
+    lines = [("source", chosen.source), *([("form", forms)] if forms else []), *figures(stats, splits)]
     if chosen.task == "detection":
         lines += image_figures(stats, splits)
     shown, sample = as_trained(params, name, chosen.task, recipe, splits)
@@ -82,28 +84,31 @@ def main(source: str | None, dataset: str | None, recipe: str | None, form: Data
         click.echo(f"\n{sample}")
     if source is not None:
         click.echo(
-            f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, chosen.source, reader)}",
+            f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, chosen, reader)}",
             nl=False,
         )
 
 
 def chosen_dataset(
     params: Params, source: str | None, dataset: str | None, recipe: str | None, form: DataForm | None
-) -> tuple[str, DatasetParams]:
-    """The dataset of this name or the recipe's, or one of all categories of a folder's images, with the name to
-    propose."""
+) -> tuple[str, DatasetParams, str]:
+    """The dataset of this name or the recipe's, or one of a folder's conversations or of all categories of its images,
+    with the name to propose; and the forms of the conversations, empty if they are not known."""
     if source is None:
         name = params.recipe(recipe).data if recipe and not dataset else dataset
         if name is None or form is not None:
             raise click.UsageError(
-                "name a recipe (make: RECIPE=), a folder of images (SOURCE=, with FORMAT= if it is ambiguous), or a "
+                "name a recipe (make: RECIPE=), a folder (SOURCE=, with FORMAT= if images are ambiguous), or a "
                 f"dataset (DATASET=): {', '.join(params.active.datasets) or 'there is none'}"
             )
-        return name, params.dataset(name)
-    known = [name for name, each in params.active.datasets.items() if each.task == "detection"]
+        return name, params.dataset(name), ""
     reader = {"format": form, "category": None, "empty_images": True}
     source = source if source.startswith(("folder:", "hub:")) else f"folder:{source}"
-    return dataset or next(iter(known), "data"), DatasetParams(task="detection", source=source, reader=reader)
+    chosen, forms = DatasetParams(task="detection", source=source, reader=reader), ""
+    if form is None:
+        chosen, forms = conversations(source) or (chosen, forms)
+    known = [name for name, each in params.active.datasets.items() if each.task == chosen.task]
+    return dataset or next(iter(known), "data"), chosen, forms
 
 
 def read_dataset(params: Params, name: str, chosen: DatasetParams) -> tuple[dict[str, Any], dict[str, list[Any]]]:
@@ -264,18 +269,22 @@ def proposed_reader(form: DataForm | None, splits: Mapping[str, Sequence[Detecti
     return replace(reader, prompt=reader.question())
 
 
-def proposal(name: str, source: str, asked: Reader) -> str:
+def proposal(name: str, dataset: DatasetParams, asked: Reader | None) -> str:
     """The entry of params.yaml."""
-    reader = {
-        **({"format": asked.format} if asked.format else {}),
-        "category": list(asked.categories()),
-        "prompt": asked.prompt,
-        **({"empty_images": True} if asked.empty_images else {}),
-    }
+    entry: dict[str, Any] = {"task": dataset.task, "source": dataset.source}
+    if splits := dataset.splits.patterns():
+        entry["splits"] = {split: list(patterns) for split, patterns in splits.items()}
+    if asked is not None:
+        entry["reader"] = {
+            **({"format": asked.format} if asked.format else {}),
+            "category": list(asked.categories()),
+            "prompt": asked.prompt,
+            **({"empty_images": True} if asked.empty_images else {}),
+        }
     out, yaml = io.StringIO(), YAML()
     yaml.indent(mapping=2, sequence=4, offset=2)
     yaml.width = 10_000
-    yaml.dump({name: {"task": "detection", "source": source, "reader": reader}}, out)
+    yaml.dump({name: entry}, out)
     return "".join(f"      {line}\n" for line in out.getvalue().splitlines())
 
 

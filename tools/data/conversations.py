@@ -1,0 +1,70 @@
+"""A folder of conversations: their form, and the dataset that reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stages.core.errors import UserError, join_truncated
+from stages.core.params.schema import DatasetParams, SplitParams
+from stages.core.records import cut
+from stages.data.parquet import read_rows
+from stages.data.sources import READ_ON, files_by_split, parquet_folder
+from stages.data.texts import UnreadableText, json_objects, read_text
+from stages.tasks.chat.sources.forms import FORMS, form_of
+
+KEYS = re.compile(rb'"(%s)"\s*:' % "|".join(key for form in FORMS for key in form.needed).encode())
+"""A key of a conversation in JSON: a file that has none in its first HEAD bytes holds something else, such as boxes."""
+HEAD = 65_536
+HIDDEN = re.compile(r"\.|__MACOSX").match
+
+
+def conversations(source: str) -> tuple[DatasetParams, str] | None:
+    """The dataset of a folder, and a line on the form of each file; None for a folder without a conversation.
+
+    Raises UserError for JSON Lines of another form.
+    """
+    folder, _ = parquet_folder(source)
+    visible = [path for path in sorted(folder.rglob("*")) if not any(map(HIDDEN, path.relative_to(folder).parts))]
+    rows = {path: _first_row(path) for path in visible if path.is_file()}
+    forms = {path: form for path, row in rows.items() if row and (form := form_of(row))}
+    if not forms:
+        lines = [(path, row) for path, row in rows.items() if path.suffix == ".jsonl" and row]
+        if lines:
+            path, row = lines[0]
+            expected = ", or ".join(map(str, FORMS))
+            raise UserError(f"{path} has {cut(', '.join(row))} in a row; expected {expected}. Rename them; {READ_ON}")
+        return None
+    found = [f"{form}, as in {form.name}: {path.relative_to(folder).as_posix()}" for path, form in forms.items()]
+    return DatasetParams(task="chat", source=source, splits=_splits(folder, list(forms))), join_truncated(found, 4)
+
+
+def _first_row(path: Path) -> Mapping[str, Any] | None:
+    """The first object of a file that may hold conversations."""
+    if path.suffix == ".parquet":
+        return next(read_rows(path), None)
+    if path.suffix not in (".jsonl", ".json"):
+        return None
+    with path.open("rb") as file:
+        if path.suffix == ".json" and not KEYS.search(file.read(HEAD)):
+            return None
+    try:
+        _, objects = json_objects(read_text(path))
+    except UnreadableText:
+        return None
+    return next((each for _, each in objects if isinstance(each, dict)), None)
+
+
+def _splits(folder: Path, paths: list[Path]) -> SplitParams:
+    """The splits to name: none where the files' names and places say them."""
+    beside = [path for path in paths if path.parent == folder or path.relative_to(folder).parts[0] == "data"]
+    try:
+        files_by_split(folder, beside, SplitParams(), expected="")
+    except UserError:
+        later = [path for path in paths if re.match("(val|dev|test)", path.name)]
+        train = [path.relative_to(folder).as_posix() for path in paths if path not in later]
+        val = [path.relative_to(folder).as_posix() for path in later]
+        return SplitParams(train=tuple(train), val=tuple(val))
+    return SplitParams()
