@@ -27,7 +27,7 @@ from stages.core.records import STRICT, cut, shown
 from stages.data.images import MAX_IMAGE_PIXELS, parse_image
 from stages.data.names import composed, similar_name
 from stages.data.parquet import read_rows
-from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
+from stages.data.prepared import RawDataset, Rules, Sample, connected, read_text_files
 from stages.data.sources import READ_ON, Place, describe_folder, parquet_folder
 from stages.data.texts import TEXT_METRICS, TextMetric, json_objects, read_text
 from stages.tasks.chat.samples import IMAGES, SCHEMA, UNLEARNT, MessageImage, Record, json_fields
@@ -124,20 +124,9 @@ def _summary(_: str, records: Sequence[Record]) -> dict[str, Any]:
 
 def _grouped(dataset: RawDataset[Record]) -> RawDataset[Record]:
     """The dataset with a digest as each record's group, equal for records of the same group, or that ask the same."""
-    parents: dict[str, str] = {}
-
-    def root(node: str) -> str:
-        while parents.setdefault(node, node) != node:
-            parents[node] = node = parents[parents[node]]
-        return node
-
-    def node(record: Record) -> str:
-        return f"named {json.dumps(record.group)}" if record.group else f"asked {record.question_digest()}"
-
-    for record in dataset.records():
-        asked, named = root(f"asked {record.question_digest()}"), root(node(record))
-        parents[max(asked, named)] = min(asked, named)
-    return dataset.mapped(lambda each: replace(each, group=hashlib.sha256(root(node(each)).encode()).hexdigest()))
+    keys = ((each.question_digest(), json.dumps(each.group) if each.group else "") for each in dataset.records())
+    asked = iter(connected(keys))
+    return dataset.mapped(lambda each: replace(each, group=hashlib.sha256(f"asked {next(asked)}".encode()).hexdigest()))
 
 
 def _read_file(path: Path, *, folder: Path, reader: Reader, unread: Counter[str]) -> Iterator[Sample[Record]]:
