@@ -66,31 +66,52 @@ def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
 def hidden_bytes(func: Any, args: Any, multiprocessors: int) -> int:
     """Memory that a CUDA kernel allocates while it runs and frees before it returns, which no dispatcher sees.
 
-    Attention's backward: an fp32 accumulator of dQ and the row sums (flash_api.cpp and attention_backward.cu of torch);
-    `dequantized_bytes`; masked_scatter: the prefix sum of its mask (torch's IndexKernel.cu). Not measured yet.
-    multiprocessors: of the GPU, which has as many blocks at once.
+    Not measured yet. multiprocessors: of the GPU, which has as many blocks at once.
     """
-    if func is FLASH_BACKWARD:
-        query, key = args[1], args[2]
-        batch, heads, length, width = query.shape
-        keys = (batch * key.shape[2], key.shape[1])
-        copies = -(-multiprocessors // (batch * heads))
-        return _flash_bytes(query, copies, batch * heads * round_up(length, 128), keys, heads)
-    if func is VARIABLE_LENGTHS_BACKWARD:  # mha_varlen_bwd: the same, the rows of each sample rounded up
-        query, key, samples = args[1], args[2], args[6].numel() - 1
-        length, heads, width = query.shape
-        copies = -(-multiprocessors // (samples * heads))
-        return _flash_bytes(query, copies, heads * (length + 128 * samples), key.shape[:2], heads)
-    if func is EFFICIENT_BACKWARD:
-        batch, heads, length, width = args[1].shape
-        return batch * heads * length * 4 * (1 + width)
-    if dequantized := dequantized_bytes(func, args):
-        return dequantized
-    if func is aten.masked_scatter.default:
-        return args[0].numel() * 9
-    if func is aten.embedding_dense_backward.default:
-        return args[1].numel() * 8 * 4
-    return 0
+    if func in _FLASH:
+        return _FLASH[func](args, multiprocessors)
+    return _OTHERS[func](args) if func in _OTHERS else dequantized_bytes(func, args)
+
+
+def flash_backward_bytes(args: Any, multiprocessors: int) -> int:
+    """mha_bwd in torch's flash_api.cpp: an fp32 accumulator of dQ and the row sums."""
+    query, key = args[1], args[2]
+    batch, heads, length, _ = query.shape
+    keys = (batch * key.shape[2], key.shape[1])
+    copies = -(-multiprocessors // (batch * heads))
+    return _flash_bytes(query, copies, batch * heads * round_up(length, 128), keys, heads)
+
+
+def variable_lengths_backward_bytes(args: Any, multiprocessors: int) -> int:
+    """mha_varlen_bwd in torch's flash_api.cpp: as above, the rows of each sample rounded up."""
+    query, key, samples = args[1], args[2], args[6].numel() - 1
+    length, heads, _ = query.shape
+    copies = -(-multiprocessors // (samples * heads))
+    return _flash_bytes(query, copies, heads * (length + 128 * samples), key.shape[:2], heads)
+
+
+def efficient_backward_bytes(args: Any) -> int:
+    """torch's attention_backward.cu: an fp32 accumulator of dQ and the row sums."""
+    batch, heads, length, width = args[1].shape
+    return batch * heads * length * 4 * (1 + width)
+
+
+def masked_scatter_bytes(args: Any) -> int:
+    """torch's IndexKernel.cu: the prefix sum of its mask."""
+    return args[0].numel() * 9
+
+
+def embedding_backward_bytes(args: Any) -> int:
+    """torch's Embedding.cu: lists of the tokens, in 8 bytes; counted as four."""
+    return args[1].numel() * 8 * 4
+
+
+_FLASH = {FLASH_BACKWARD: flash_backward_bytes, VARIABLE_LENGTHS_BACKWARD: variable_lengths_backward_bytes}
+_OTHERS = {
+    EFFICIENT_BACKWARD: efficient_backward_bytes,
+    aten.masked_scatter.default: masked_scatter_bytes,
+    aten.embedding_dense_backward.default: embedding_backward_bytes,
+}
 
 
 def _flash_bytes(query: torch.Tensor, copies: int, rows: int, keys: tuple[int, int], heads: int) -> int:

@@ -62,12 +62,7 @@ class RecipeTrainer(ResumableTrainer):
         self.gpu_use = GpuUse(range(torch.cuda.device_count()) if plan.on_gpu else ())
         self.rehearsal, self.progress = Rehearsal(self), progress_callback()
         self._scratch = TemporaryDirectory(ignore_cleanup_errors=True)  # Trainer wants a folder, and leaves it empty
-        # SFTTrainer and Trainer make the outputs of all input embeddings require gradients under checkpointing. Only
-        # its reentrant form needs that; with ours it would send a backward pass through a frozen vision tower.
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
-        base.enable_input_require_grads = lambda: None
-        # TRL's head divides by a step's tokens for every model, even if the model's own loss would not (Qwen2.5-VL).
-        base.accepts_loss_kwargs = True
+        prepare_for_trl(model)
         super().__init__(
             model=model,
             args=training_arguments(plan, self._scratch.name, **arguments),
@@ -171,6 +166,16 @@ class RecipeTrainer(ResumableTrainer):
             return self.rehearsal.cpu_peak_bytes, self.rehearsal.cpu_peak_bytes
         gpus = range(torch.cuda.device_count())
         return max(map(torch.cuda.max_memory_allocated, gpus)), max(map(torch.cuda.max_memory_reserved, gpus))
+
+
+def prepare_for_trl(model: PreTrainedModel | PeftModel) -> None:
+    """Set what SFTTrainer reads from a model."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    # SFTTrainer and Trainer make the outputs of all input embeddings require gradients under checkpointing. Only its
+    # reentrant form needs that; with ours it would send a backward pass through a frozen vision tower.
+    base.enable_input_require_grads = lambda: None
+    # TRL's head divides by a step's tokens for every model, even if the model's own loss would not (Qwen2.5-VL).
+    base.accepts_loss_kwargs = True
 
 
 def switch_mode_once(model: nn.Module) -> None:
