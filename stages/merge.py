@@ -34,7 +34,7 @@ from stages.evaluation.answer import Answerer, batch_size_for
 from stages.evaluation.score import score_answers, summary
 from stages.models.load import gpus_in_use, limit_visible_gpus, load_model
 from stages.models.merge import merge_certified, quantization_cost
-from stages.models.prompts import load_processor, takes
+from stages.models.prompts import accepts, load_processor
 from stages.planning.ladder import UNPLANNED_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
@@ -65,7 +65,7 @@ def main(recipe: str, attempt: int) -> None:
     quantization = TrainingRecord.read(run_dir / "training/training.json", fix=rebuild(f"train@{recipe}")).quantization
     samples, scoring = load_task(plan.task, "samples"), load_task(plan.task, "scoring")
     processor = load_processor(base_dir, plan.images)
-    probes = [probe for probe in samples.probes(plan.answer_format) if takes(processor, probe)]
+    probes = [probe for probe in samples.probes(plan.answer_format) if accepts(processor, probe)]
     memory = MemoryLog(gpus_in_use(device))
 
     def load(folder: Path, quantization: str = "none") -> PreTrainedModel:

@@ -19,7 +19,7 @@ from stages.core.tasks import require_answer_format
 from stages.memory.fit import Fit, fitting_batch_size
 from stages.memory.predict import MemoryPredictor, capacity_bytes
 from stages.memory.stand_in import stand_in_batch, stand_in_processor
-from stages.models.prompts import check_carried, load_processor, require_room, require_takes
+from stages.models.prompts import check_carried, load_processor, require_image_model, require_room
 from stages.planning.resolve import resolve_plan
 from stages.training.batches import ConversationCollator
 
@@ -80,7 +80,7 @@ def preview(
     else:
         processor = load_processor(base_dir, plan.images)
         collator = ConversationCollator.for_plan(plan, processor, records, samples)
-        require_takes(processor, data_dir)
+        require_image_model(processor, data_dir)
         notes.append(collator.length_summary())
         limit, setting = params.active.evaluation.max_new_tokens, f"profiles.{params.profile}.evaluation.max_new_tokens"
         references = [collator.converse(each) for each in samples.read_split(data_dir, "val")]

@@ -380,12 +380,12 @@ def check_carried(processor: Processor, conversation: Conversation) -> None:
             place += len(part)
 
 
-def takes(processor: Processor, conversation: Conversation) -> bool:
+def accepts(processor: Processor, conversation: Conversation) -> bool:
     """Whether the model takes all parts of a conversation: a text model takes no images."""
     return not (isinstance(processor, PreTrainedTokenizerBase) and conversation.images)
 
 
-def require_takes(processor: Processor, prepared_dir: Path) -> None:
+def require_image_model(processor: Processor, prepared_dir: Path) -> None:
     """Raises UserError if a dataset has images in any of its splits, and the model is a text model."""
     if isinstance(processor, PreTrainedTokenizerBase) and shows_images(prepared_dir):
         raise _takes_no_images(processor, f"{prepared_dir} has samples with images (see its stats.json)")
@@ -403,7 +403,7 @@ def _messages(processor: Processor, conversation: Conversation) -> list[dict[str
     """The messages in the template's form: templates of text models, Qwen2.5's among them, know no text parts."""
     if not isinstance(processor, PreTrainedTokenizerBase):
         return conversation.messages
-    if not takes(processor, conversation):
+    if not accepts(processor, conversation):
         raise _takes_no_images(processor, f"sample {conversation.sample_id} has images")
     return [{**turn, "content": "".join(part["text"] for part in turn["content"])} for turn in conversation.messages]
 
