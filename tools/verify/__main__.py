@@ -32,7 +32,7 @@ from stages.core.given_files import read_plain
 from stages.core.lineage import LINEAGE_FILE, Lineage, lineage_lines, short, verified_lineage
 from stages.core.records import rebuild
 from stages.core.signals import handling
-from stages.launcher.pipeline import DeclaredStage, declared_stages
+from stages.launcher.pipeline import DeclaredStage, cache_dir, declared_stages
 from tools.verify.beginning import rerun_samples, rerun_steps
 from tools.verify.rerun import rerun
 
@@ -73,10 +73,15 @@ class Findings:
         self.makers = {out: stage for stage in stages for out in stage.outs}
         """The stage that writes an output, in the order of the pipeline."""
         self._problems: dict[str, list[str]] = {}
+        self._objects: dict[str, list[str]] = {}
 
     def add(self, path: Path | str, problem: str) -> None:
         """Add a problem to the output that a path belongs to."""
         self._problems.setdefault(self.output_of(path) or str(path), []).append(problem)
+
+    def add_object(self, output: str, path: Path) -> None:
+        """Add an object of DVC's cache that is one file with a damaged file of an output: DVC would bring it back."""
+        self._objects.setdefault(output, []).append(str(path))
 
     def output_of(self, path: Path | str) -> str | None:
         return next((out for out in self.makers if Path(path).is_relative_to(out)), None)
@@ -89,9 +94,10 @@ class Findings:
         order = list(self.makers)
         for path in sorted(self._problems, key=lambda path: order.index(path) if path in order else -1):
             maker, place = self.makers.get(path), shlex.quote(path)
+            removed = shlex.join([path, *self._objects.get(path, ())])
             rest = f" && dvc checkout {place} || {rebuild(maker.name)}" if maker else "  # no stage makes it"
             problems = (f"  {problem}" for problem in dict.fromkeys(self._problems[path]))
-            yield "\n".join([*map(_one_line, (path, *problems, f"  fix it with: rm -rf {place}{rest}")), ""])
+            yield "\n".join([*map(_one_line, (path, *problems, f"  fix it with: rm -rf {removed}{rest}")), ""])
 
 
 def verify() -> int:
@@ -132,7 +138,11 @@ def check_outputs(findings: Findings) -> int:
     for path, _ in changes:
         if (output := findings.output_of(path)) and output not in absent:
             changed.setdefault(output, []).append(path.removeprefix(output).lstrip("/"))
+    objects = {_inode(path): path for path in cache_dir(Path.cwd()).glob("??/*")} if changed else {}
     for output, names in changed.items():
+        for file in (Path(output, name) for name in names):
+            if file.is_file() and (linked := objects.get(_inode(file))):
+                findings.add_object(output, Path(os.path.relpath(linked)))
         files = join_truncated([name for name in names if name])
         findings.add(output, f"differs from dvc.lock{f' in {files}' if files else ''}")
     return len(absent)
@@ -237,6 +247,12 @@ def _named_key(key: Path | None, folder: Path) -> dict[str, str]:
         return {fingerprint(path): words}
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UserError(f"{path} is no key in PEM: {error}") from None
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    """The file behind a path: DVC makes an output and its object in the cache hard links of one."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _one_line(text: str) -> str:

@@ -83,6 +83,18 @@ def test_a_flipped_bit_in_any_output_is_found_and_fixed_from_the_cache(workspace
     assert findings() == {}
 
 
+def test_a_damaged_file_that_is_one_with_its_object_of_the_cache_is_made_again(workspace: Path) -> None:
+    run(workspace, "dvc config cache.type hardlink && dvc checkout --relink")
+    assert Path(ADAPTER).stat().st_nlink == 2
+    before = Path(ADAPTER).read_bytes()
+    flip(ADAPTER)
+    command = findings()[TRAINED][1]
+    assert command.startswith(f"rm -rf {TRAINED} .dvc/cache/files/md5/")
+    run(workspace, command)
+    assert Path(ADAPTER).read_bytes() == before
+    assert findings() == {}
+
+
 def test_a_missing_file_is_found(workspace: Path) -> None:
     Path(ADAPTER).unlink()
     assert "adapter/adapter_model.safetensors" in findings()[TRAINED][0]
