@@ -34,12 +34,12 @@ from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.signals import end_with_parent
 from stages.launcher.gpus import leasable, read_gpus
-from stages.launcher.logs import LOGS_DIR, log_path
 from stages.launcher.pipeline import gpus_wanted
 from stages.launcher.process import forwarded_signals
 from stages.launcher.slurm import runs_in_slurm
 
 LOCK_PATH = Path(".bakeoff/run.lock")
+LOGS_DIR = Path(".bakeoff/logs")
 POLL_S = 0.05
 SHOWN_LINES = 40
 """Lines of output that are shown of a stage that failed; its log has all of them."""
@@ -55,8 +55,8 @@ def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
     params = load_params(Path("params.yaml"))
     shares_cores = params.active.device.kind == "cpu" and not runs_in_slurm(os.environ, params)
     jobs = jobs or (min(4, usable_cores()) if shares_cores else 4)
-    # On a GPU and in Slurm the number of threads is left open: a checkpoint and a job are known by it too, and
-    # `dvc repro` could not resume them.
+    # On a GPU and in Slurm the number of threads is left open: a checkpoint is known by it too, and `dvc repro` could
+    # not resume it.
     threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if shares_cores and jobs > 1 else {}
     with hold(LOCK_PATH, "`make run` is at work in this workspace already; wait for it, or end it"):
         steps, num_up_to_date = steps_of(targets, params.active.device, force=force)
@@ -173,7 +173,7 @@ class SideBySide:
         waiting = dict.fromkeys(self.steps)
         running, began = dict[str, subprocess.Popen[bytes]](), dict[str, float]()
         with forwarded_signals() as signals:
-            signals.forward_to(lambda number: _ask_to_end(running.values(), number))
+            signals.forward_to(lambda _: _ask_to_end(running.values()))
             while True:
                 for name in self.next_steps(waiting=waiting, running=running):
                     if signals.received:
@@ -181,7 +181,7 @@ class SideBySide:
                     del waiting[name]
                     running[name], began[name] = self._start(name), time.monotonic()
                     if signals.received:  # one came while it was being started
-                        _ask_to_end([running[name]], signals.received[0])
+                        _ask_to_end([running[name]])
                 if not running:
                     return self._result(signals.received)
                 time.sleep(POLL_S)
@@ -233,13 +233,16 @@ class SideBySide:
         return next(iter(self.failed.values()))
 
 
-def _ask_to_end(running: Iterable[subprocess.Popen[bytes]], number: int) -> None:
-    """SIGINT is the one signal upon which dvc waits for its stage. A closed terminal (SIGHUP) is passed on as such: it
-    ends dvc, and a job of Slurm goes on.
-    """
+def log_path(stage: str) -> Path:
+    """stage: DVC's name for it."""
+    return LOGS_DIR / f"{stage.replace('/', '_')}.log"
+
+
+def _ask_to_end(running: Iterable[subprocess.Popen[bytes]]) -> None:
+    """SIGINT is the one signal upon which dvc waits for its stage."""
     for process in list(running):
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGHUP if number == signal.SIGHUP else signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)
 
 
 def say(line: str) -> None:

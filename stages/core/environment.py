@@ -76,20 +76,6 @@ PASSED_WITH_NETWORK = (
     )
 )
 
-OF_THE_NODE = frozenset({"TMPDIR", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"})
-"""Variables that a batch system sets on the node where a job runs."""
-
-PASSED_TO_JOB = frozenset(
-    {
-        *("BAKEOFF_ENGINE", "BAKEOFF_PINS", "DOCKER_HOST", "CONTAINER_HOST", "VIRTUAL_ENV", "SLURM_CONF"),
-        *("APPTAINER_CACHEDIR", "APPTAINER_CONFIGDIR", "APPTAINER_TMPDIR"),
-        # A person's own defaults for sbatch.
-        *("SBATCH_ACCOUNT", "SBATCH_CONSTRAINT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION"),
-        *("SBATCH_CLUSTERS", "SLURM_CLUSTERS"),
-    }
-)
-"""Variables that sbatch, and the launcher in the job, read beside those that a stage may get."""
-
 SET = {
     # Bit-for-bit repeatable runs: string hashes, cuBLAS workspaces, the backward of flash-attn.
     "PYTHONHASHSEED": "0",
@@ -171,12 +157,6 @@ def container_environment(
     meeting = ON_ONE_NODE if num_nodes == 1 else {}
     given = _given(caller, network=network, terminal=terminal) | CONTAINER | meeting | proxies
     return sorted(passed.keys() - given.keys()), given
-
-
-def job_environment(stage: str, caller: Mapping[str, str], *, network: bool) -> dict[str, str]:
-    """The environment of a launcher in a job of Slurm. caller: the environment of whoever submits it."""
-    passed = _passed(stage, caller, PASSED | OF_THE_MACHINE | PASSED_TO_JOB, network=network)
-    return {name: value for name, value in passed.items() if name not in OF_THE_NODE}
 
 
 def numeric_settings(caller: Mapping[str, str]) -> dict[str, str]:

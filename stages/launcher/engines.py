@@ -10,7 +10,7 @@ from stages.launcher.apptainer import ApptainerEngine
 from stages.launcher.container import NotUsable, SealedEngine
 from stages.launcher.docker import ContainerEngine
 from stages.launcher.images import BELOW_VLLM, below
-from stages.launcher.logs import say
+from stages.launcher.messages import say
 from stages.launcher.process import ProcessEngine
 
 Engine = SealedEngine | ProcessEngine

@@ -22,7 +22,7 @@ import psutil
 
 from stages.core.errors import UserError, bytes_text, pluralize
 from stages.core.locks import try_lock
-from stages.launcher.logs import say
+from stages.launcher.messages import say
 
 IDLE_BYTES = 2**30
 """At most in use on a GPU that counts as free: the driver's own memory, or a desktop's windows."""

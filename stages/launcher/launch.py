@@ -1,7 +1,7 @@
 """Starts one stage in a fresh container or process: the end of `docker/run STAGE [NAME]`.
 
-A call becomes a Request; checks refuse one that cannot succeed; then the stage runs here, or as a job of Slurm in
-which the same launcher runs it. DVC names the stage in DVC_STAGE, and dvc.yaml gives no NAME: DVC puts names into its
+A call becomes a Request; checks refuse one that cannot succeed; then the stage runs here, or in a step of Slurm, where
+the same launcher runs it. DVC names the stage in DVC_STAGE, and dvc.yaml gives no NAME: DVC puts names into its
 commands unquoted.
 
 Reads BAKEOFF_PLACE (default: the profile's), BAKEOFF_ENGINE (default: auto), params.yaml and dvc.yaml, and the
@@ -13,7 +13,6 @@ is final. Imports nothing heavy: every stage waits for it.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,16 +22,16 @@ from pathlib import Path
 import click
 
 from stages.core.errors import OUT_OF_MEMORY, UserError
-from stages.core.signals import end_with_own_parent
+from stages.core.signals import ENDING, end_with_own_parent
 from stages.launcher.container import Outputs
 from stages.launcher.engines import Engine, choose_engine
 from stages.launcher.gpus import leased_gpus, refuse_old_driver
-from stages.launcher.logs import log_path, logged, say
+from stages.launcher.messages import say
 from stages.launcher.pipeline import TRACKED, Request, cache_dir, declared_stages, item_of
 from stages.launcher.process import STAGES, Ended
 from stages.launcher.record import recorder
 from stages.launcher.settings import checked_params
-from stages.launcher.slurm import StageJob, caller_pid, refuse_changed_job, run_inside_job, runs_in_slurm
+from stages.launcher.slurm import run_step, runs_in_slurm
 from stages.planning.disk import disk_use, require_room
 from stages.planning.ladder import batch_size_changes, rung_changes
 from stages.planning.plan import read_plan
@@ -47,26 +46,13 @@ WORKSPACE_DIR = Path(__file__).resolve().parents[2]
 def main(stage: str, args: tuple[str, ...]) -> None:
     """Run STAGE with ARGS in a fresh container or process."""
     request = read_request(stage, args or item_of(os.environ.get("DVC_STAGE", "")))
-    if request.by_dvc and not request.in_job:
+    if request.by_dvc:
         # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` would start a second
         # writer of the same folder. A launcher that a person started may outlive its shell (nohup).
-        end_with_own_parent(caller_pid())
-
-    def run() -> int:
-        try:
-            return launch(request)
-        except UserError as error:
-            error.show()
-            return error.exit_code
-
-    if request.in_job:  # Slurm keeps its log
-        sys.exit(run_inside_job(request, run))
-    if request.declared is None:
-        sys.exit(run())
-    path = log_path(request.declared.name, experiment=request.caller.get("DVC_EXP_NAME", ""))
-    with logged(request.repository_dir / path):
-        code = run()
-    sys.exit(code)
+        end_with_own_parent(int(os.environ["BAKEOFF_CALLER"]))
+    code = launch(request)
+    # The first node's code is the stage's; Slurm would kill that node's task, which may still be saving.
+    sys.exit(0 if request.node > 0 and code - 128 in ENDING else code)
 
 
 def read_request(stage: str, args: tuple[str, ...]) -> Request:
@@ -86,10 +72,7 @@ def launch(request: Request) -> int:
     if runs_in_slurm(request.caller, request.params):
         request.require_declared()
         refuse_missing_deps(request)
-        job = StageJob(request)
-        if request.by_dvc:
-            end_with_own_parent(caller_pid(), signal.SIGHUP)  # the end of dvc does not end the job
-        return job.run()
+        return run_step(request)
     engine = choose_engine(request.engine_name, workspace_dir=WORKSPACE_DIR, target=request.image_target)
     if engine.image is not None:  # a container runs only what dvc.yaml declares; docker/run train --help needs none
         request.require_declared()
@@ -97,7 +80,6 @@ def launch(request: Request) -> int:
         refuse_old_driver(f"what {request.title} fetches")
     refuse_online_tracking(request, engine)
     refuse_missing_deps(request)
-    refuse_changed_job(request)
     return run_here(request, engine)
 
 

@@ -9,6 +9,7 @@ import configparser
 import json
 import os
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,25 +20,18 @@ from typing import Any
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.provenance import PROVENANCE_DIR
-from stages.core.records import read_settings, rebuild
+from stages.core.records import read_settings
 from stages.evaluation.vllm.environment import TARGETS
 from stages.launcher.gpus import Gpu
 from stages.launcher.process import Image, triton_dir
-from stages.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
-from stages.planning.plan import read_plan
-from stages.planning.prediction import GIB, MemoryRecord
 from stages.training.checkpoints import checkpoints_dir
 
-JOB_VARIABLE = "BAKEOFF_JOB"
-"""The folder of the job of Slurm that this process runs in; unset outside of jobs."""
+PLACE_VARIABLE = "BAKEOFF_PLACE"
+IN_STEP = "step"
+"""The place of a launcher that runs in a step of Slurm."""
 PORTS = range(20000, 30000)
-"""Ports of the rendezvous on the first node, one of them by the job's number. Linux assigns none of them by itself
+"""Ports of the rendezvous on the first node, one of them by the step's numbers. Linux assigns none of them by itself
 (net.ipv4.ip_local_port_range begins at 32768)."""
-PROCESS_GIB = 4.0
-"""Host memory of one process of torch: its libraries, CUDA's context, buffers for transfers."""
-OTHER_GIB = 8.0
-"""Host memory of a stage without a plan."""
-MARGIN = 1.25
 TRACKED = ("train", "evaluate", "compare")
 """Stages that write a run of a tracker if params.yaml names one."""
 
@@ -207,13 +201,14 @@ class Request:
         return "DVC_STAGE" in self.caller
 
     @property
-    def in_job(self) -> bool:
-        return JOB_VARIABLE in self.caller
+    def in_step(self) -> bool:
+        """Whether this launcher runs in a step of Slurm."""
+        return self.caller.get(PLACE_VARIABLE) == IN_STEP
 
     @property
     def node(self) -> int:
-        """Index of this machine among those of its job; only the outputs of the first one are kept."""
-        return int(self.caller.get("SLURM_NODEID", "0")) if self.in_job else 0
+        """Index of this machine among those of its step; only the outputs of the first one are kept."""
+        return int(self.caller["SLURM_NODEID"]) if self.in_step else 0
 
     @property
     def engine_name(self) -> str:
@@ -287,17 +282,25 @@ class Request:
 
     def variables(self, image: Image | None) -> dict[str, str]:
         """Variables that the launcher sets: the cache folders, and for a training over several nodes torchrun's options
-        for joining (torch/distributed/run.py: PET_ and an option's name). A launcher on each node starts torchrun; the
-        first node is where its processes meet.
+        for joining (`joining_variables`).
         """
-        joining = {}
-        if self.num_nodes > 1 and self.in_job:
-            joining = {
-                "PET_NODE_RANK": str(self.node),
-                "PET_MASTER_ADDR": self.caller["SLURM_LAUNCH_NODE_IPADDR"],
-                "PET_MASTER_PORT": str(PORTS[int(self.caller["SLURM_JOB_ID"]) % len(PORTS)]),
-            }
+        joining = joining_variables(self.caller) if self.num_nodes > 1 and self.in_step else {}
         return {name: str(folder) for name, folder in self.cache_dirs(image).items()} | joining
+
+
+def joining_variables(step: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's options to meet on the first node of a step (torch/distributed/run.py: PET_ and an option's name).
+
+    step: the environment that srun gives to the tasks of the step. A launcher on each node starts torchrun.
+    """
+    nodes = ("scontrol", "show", "node", step["SLURM_STEP_NODELIST"], "--oneliner")
+    first, *_ = subprocess.run(nodes, check=True, capture_output=True, text=True).stdout.splitlines()
+    port = PORTS[(int(step["SLURM_JOB_ID"]) + int(step["SLURM_STEP_ID"])) % len(PORTS)]
+    return {
+        "PET_NODE_RANK": step["SLURM_NODEID"],
+        "PET_MASTER_ADDR": first.partition("NodeAddr=")[2].split()[0],
+        "PET_MASTER_PORT": str(port),
+    }
 
 
 def gpus_wanted(stage: str, device: DeviceParams) -> int:
@@ -313,31 +316,3 @@ def source_of(stage: str, name: str, params: Params) -> str:
     if stage == "prepare" and name in profile.datasets:
         return profile.datasets[name].source
     return profile.bases.get(name, "") if stage == "base" else ""
-
-
-def host_gib(request: Request) -> float:
-    """Host memory of a stage in GiB, from the recipe's plan, with a margin.
-
-    On a CPU, the predicted memory of the devices is the host's. On GPUs each process needs its own, and room for a copy
-    of the weights while it loads them.
-    """
-    stage, runs_dir = request.stage, request.workspace_dir / "data/runs"
-    try:
-        plan = read_plan(request.name, runs_dir=runs_dir)
-    except UserError:  # the stage reports it
-        return OTHER_GIB
-    if not plan.trainable or stage not in ("train", "merge", "evaluate"):
-        return OTHER_GIB
-    processes = plan.processes_per_node if stage == "train" else 1
-    copies = 2 if stage == "merge" else 1  # a merge reads back what it wrote
-    weights_gib = plan.trainable["all"] * WEIGHT_BYTES[plan.precision] / GIB
-    gib = processes * (PROCESS_GIB + weights_gib * copies + plan.dataloader_workers)
-    if stage == "train":
-        # A checkpoint is put together in the host's memory; paged states stay there.
-        gib += 3 * plan.trainable["total"] * TRAINED_BYTES / GIB
-    if not plan.on_gpu:
-        with suppress(UserError):
-            path = runs_dir / request.name / "memory.json"
-            record = MemoryRecord.read(path, fix=rebuild(f"plan@{request.name}"))
-            gib += processes * (record.prediction.total_bytes if stage == "train" else record.evaluation_bytes) / GIB
-    return MARGIN * gib

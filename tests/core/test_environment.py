@@ -16,7 +16,6 @@ from stages.core.environment import (
     arithmetic,
     container_environment,
     instruction_set,
-    job_environment,
     pinned_instructions,
     stage_environment,
 )
@@ -104,15 +103,6 @@ def test_a_caller_may_stay_offline_and_a_container_has_its_own_proxies_and_inter
     assert in_container("train", caller, num_nodes=2)["GLOO_SOCKET_IFNAME"] == "ib0"
     assert "TQDM_DISABLE" not in on_machine("train", {})
     assert on_machine("train", {}, terminal=False)["TQDM_DISABLE"] == "1"
-
-
-def test_a_job_gets_what_its_stage_may_get_and_nothing_of_the_submitting_machine() -> None:
-    passed = {"PATH": "/bin", "DVC_STAGE": "train@r1", "BAKEOFF_ENGINE": "docker", "SBATCH_PARTITION": "gpu"}
-    machine = {"TMPDIR": "/tmp/me", "CUDA_VISIBLE_DEVICES": "3", "BAKEOFF_PLACE": "slurm", "SLURM_JOB_ID": "1"}
-    caller = {**SECRETS, **passed, **machine, "SBATCH_WAIT": "1"}
-    assert job_environment("plan", caller, network=False).keys() == passed.keys()
-    assert job_environment("train", caller, network=False).keys() == passed.keys() | {"WANDB_API_KEY"}
-    assert job_environment("base", caller, network=True).keys() == passed.keys() | {"HF_TOKEN", "HTTPS_PROXY"}
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The process engine, through the real launcher and on stages that follow orders."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -184,61 +183,6 @@ def test_stage_runs_once_at_a_time(start: Start, workspace: Path) -> None:
     assert "train@wait is already running in this workspace" in second.output
     assert notes(workspace).count("ready") == 1
     first.process.terminate()
-
-
-TALKING = """
-import os, signal, sys, time
-def save(number, frame):
-    print("saved", file=sys.stderr)
-    sys.exit(75)
-signal.signal(signal.SIGTERM, save)
-print(f"terminal {sys.stdout.isatty()} {sys.stderr.isatty()}", flush=True)
-os.system("echo of a child; echo of its stderr >&2")
-os.write(2, b"half a line")
-open("notes", "a").write("ready")
-if sys.argv[1] == "wait":
-    time.sleep(600)
-os.kill(os.getpid(), int(sys.argv[1]))
-"""
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_log_has_what_is_shown_in_the_repository_also_of_a_killed_stage(
-    start: Start, workspace: Path, tmp_path: Path, terminal: bool
-) -> None:
-    (workspace / "stages/train.py").write_text(TALKING)
-    (workspace / "dvc.yaml").write_text("stages: {train@11: {cmd: docker/run train, outs: [data/x]}}")
-    source, sink = os.openpty() if terminal else os.pipe()
-    own = CALLER | {"DVC_ROOT": str(tmp_path), "DVC_EXP_NAME": "mossy-elk"}
-    command = [str(workspace / "docker/run"), "train", "11"]
-    launcher = subprocess.Popen(command, env=own, cwd=tmp_path, stdin=sink, stdout=sink, stderr=sink)
-    os.close(sink)
-    assert launcher.wait() == 128 + signal.SIGSEGV
-    shown = b""
-    with suppress(OSError):  # a terminal that nobody has open
-        while data := os.read(source, 1 << 16):  # until the process that copies has ended too
-            shown += data
-    log = (tmp_path / ".bakeoff/logs/mossy-elk/train@11.log").read_bytes()
-    assert log.endswith(f"terminal {terminal} {terminal}\nof a child\nof its stderr\nhalf a line".encode()), log
-    assert shown.replace(b"\r\n", b"\n") == log
-
-
-@ON_LINUX
-def test_stage_whose_launcher_is_killed_has_its_last_words_in_the_log(start: Start, workspace: Path) -> None:
-    (workspace / "stages/train.py").write_text(TALKING)
-    (workspace / "dvc.yaml").write_text("stages: {train@wait: {cmd: docker/run train, outs: [data/x]}}")
-    log = workspace / ".bakeoff/logs/train@wait.log"
-    launcher = started_and_ready(start, workspace)
-    refused = start("train", "wait")
-    assert refused.ended() == 1
-    assert "already running" in refused.output
-    copier, stage = sorted(
-        psutil.Process(launcher.process.pid).children(), key=lambda child: "stages.train" in child.cmdline()
-    )
-    copier.terminate()  # as the end of a systemd unit does to all of its processes
-    launcher.process.kill()
-    psutil.wait_procs([copier, stage], timeout=60)
-    assert log.read_text().endswith("half a linesaved\n")
 
 
 @pytest.mark.parametrize(

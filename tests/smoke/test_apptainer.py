@@ -51,7 +51,7 @@ def test_stages_give_the_bytes_that_a_process_gives_also_in_jobs(tmp_path: Path)
         chosen = environment(BAKEOFF_ENGINE=engine, BAKEOFF_PLACE=place)
         for stage in (("base", "vlm"), ("prepare", "nutrition-tables"), ("plan", "r1-llm-only")):
             output = run(workspace, "docker/run", *stage, **chosen)
-            assert ("launcher: job" in output) == (place == "slurm")
+            assert ("launcher: srun" in output) == (place == "slurm")
         files = [path for path in (workspace / "data").rglob("*") if path.is_file()]
         digests[engine, place] = {
             str(path.relative_to(workspace)): hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,36 +1,85 @@
-"""Stages as jobs of a real Slurm: `.ci/with-slurm .venv/bin/python -m pytest -m engine tests/smoke/test_slurm.py`.
+"""Stages as steps of a real Slurm: `.ci/with-slurm .venv/bin/python -m pytest -m engine tests/smoke/test_slurm.py`.
 
 The stage runs until there is a file `go`, so that each moment can be waited for.
 """
 
 import os
-import re
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+from ruamel.yaml import YAML
 
+from stages.core.lineage import folder_digest
 from stages.launcher.gpus import Gpu
-from tests.launcher.small_checkout import notes, run, set_gpus, wait_until
-from tests.smoke.slurm_jobs import (
-    ENVIRONMENT,
-    NEEDS_SLURM,
-    jobs,
-    kill,
-    launcher_of,
-    let_end,
-    make_workspace,
-    num_ended,
-    occupied,
-    repro,
-    set_params,
-    trained,
+from tests import ROOT
+from tests.documents import write_yaml
+from tests.launcher.small_checkout import (
+    CALLER,
+    Command,
+    commit,
+    notes,
+    run,
+    set_gpus,
+    small_checkout,
+    wait_until,
 )
+from tests.workspaces import RECIPE, Meanwhile, Workspace, build_reference, copy_folder, workspace_in
 
-pytestmark = NEEDS_SLURM
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        "SLURM_CONF" not in os.environ or not shutil.which("srun"),
+        reason="no Slurm is up; start one with .ci/with-slurm COMMAND",
+    ),
+]
+
+STAGE = """
+import os, pathlib, signal, sys, time
+
+def note(text):
+    with open("notes", "a") as file:
+        print(text, file=file)
+
+def save(number, frame):
+    note(f"saves on {signal.Signals(number).name}")
+    sys.exit(128 + number)
+
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, save)
+note(f"begin {os.environ.get('HF_TOKEN')} {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+print("the stage speaks", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+if os.path.exists("fail"):
+    sys.exit(7)
+pathlib.Path("data/trained").mkdir()
+note("end")
+"""
+PIPELINE = """
+stages:
+  train:
+    cmd: exec docker/run train r1-llm-only
+    params: [seed]
+    outs: [data/trained, data/provenance/train.json]
+"""
+STEPS = {"BAKEOFF_PLACE": "slurm", "SLURM_CONF": os.environ.get("SLURM_CONF", "")}
+ENVIRONMENT: dict[str, Any] = CALLER | STEPS | {"HF_TOKEN": "hf_smokesmokesmokesmokesmokesmokesmoke"}
+
+
+def jobs() -> dict[str, str]:
+    """State of each job of this cluster that has not ended, by its number."""
+    lines = subprocess.run(["squeue", "--noheader", "--format=%i %T"], check=True, capture_output=True, text=True)
+    return dict(line.split() for line in lines.stdout.splitlines())
 
 
 @pytest.fixture(autouse=True)
@@ -41,34 +90,74 @@ def nothing_left() -> Iterator[None]:
         if not (left := jobs()):
             return
         time.sleep(0.1)
-    for number in left:
-        subprocess.run(["scancel", number], check=True)
+    subprocess.run(["scancel", *left], check=True)
     wait_until(lambda: jobs() == {})
     pytest.fail(f"left behind: {left}")
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    return make_workspace(tmp_path)
+    """With one stage, train, which DVC runs."""
+    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=STAGE)
+    set_params(workspace)
+    with (workspace / ".gitignore").open("a") as ignored:
+        ignored.write("/go\n/fail\n")
+    run(workspace, "git", "init", "--quiet")
+    run(workspace, "dvc", "init", "--quiet")
+    commit(workspace)
+    return workspace
 
 
-def test_job_shows_its_output_and_dvc_stores_its_results(workspace: Path) -> None:
+def set_params(workspace: Path, *options: str, **changes: Any) -> None:
+    raw = YAML(typ="safe").load(ROOT / "params.yaml")
+    own = ["--mem=1G", *options]
+    raw |= {"slurm": {"cpu": own, "gpu": own, "save_seconds": 10}, **changes}
+    write_yaml(raw, workspace / "params.yaml")
+
+
+def repro(workspace: Path) -> Command:
+    """`dvc repro train`, typed in the workspace."""
+    return Command(workspace, "dvc", "repro", "train", env=ENVIRONMENT)
+
+
+def launcher_of(command: Command) -> psutil.Process:
+    (launcher,) = psutil.Process(command.process.pid).children()
+    return launcher
+
+
+def go(workspace: Path) -> None:
+    (workspace / "go").touch()
+
+
+def occupied(workspace: Path) -> str:
+    """The number of a job that has both nodes."""
+    sleep = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 300"]
+    number = subprocess.run(sleep, check=True, capture_output=True, text=True).stdout.strip()
+    wait_until(lambda: jobs()[number] == "RUNNING")
+    return number
+
+
+def test_step_shows_its_output_and_dvc_stores_its_results(workspace: Path) -> None:
     command = repro(workspace)
     command.until("the stage speaks")
     ((number, state),) = jobs().items()
     assert state == "RUNNING"
     shown = subprocess.run(["scontrol", "show", "job", number], check=True, capture_output=True, text=True).stdout
-    script = subprocess.run(["scontrol", "write", "batch_script", number, "-"], check=True, capture_output=True)
-    assert "docker/run train r1-llm-only" in script.stdout.decode()
-    assert "hf_smoke" not in shown + script.stdout.decode()
-    let_end(workspace)
+    assert "hf_smoke" not in shown + " ".join(launcher_of(command).cmdline())
+    go(workspace)
     assert command.ended() == 0, command.output
     assert notes(workspace) == ["begin None None", "end"]
-    assert trained(workspace) == "of seed 42"
     assert '"engine": "process"' in (workspace / "data/provenance/train.json").read_text()
-    assert {path.name for path in (workspace / "data/.outputs").rglob("*")} == {"train", "lock", "waiter"}
     assert "up to date" in run(workspace, "dvc", "status", "train")
-    assert "up to date" in run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
+
+
+def test_stage_fails_with_its_own_code_and_an_impossible_request_with_slurms_reason(workspace: Path) -> None:
+    go(workspace)
+    (workspace / "fail").touch()
+    run(workspace, "docker/run", "train", "r1-llm-only", code=7, **ENVIRONMENT)
+    set_params(workspace, "--partition=nowhere")
+    output = run(workspace, "docker/run", "train", "r1-llm-only", code=1, **ENVIRONMENT)
+    assert "Invalid partition name" in output
 
 
 def test_stage_computes_on_the_gpu_that_slurm_assigned(workspace: Path) -> None:
@@ -78,161 +167,138 @@ def test_stage_computes_on_the_gpu_that_slurm_assigned(workspace: Path) -> None:
     named = set_gpus(workspace, *gpus)["FAKE_NVML"]
     fake = workspace / "pynvml.py"
     fake.write_text(fake.read_text().replace('os.environ["FAKE_NVML"]', repr(named)))
-    let_end(workspace)
+    go(workspace)
     run(workspace, "docker/run", "train", "r1-llm-only", **ENVIRONMENT)
     assert notes(workspace) == ["begin None GPU-0", "end"]
 
 
-@pytest.mark.parametrize("phase", ["pending", "running", "ended"])
-def test_launcher_killed_with_dvc_reattaches_and_submits_no_second_job(workspace: Path, phase: str) -> None:
-    first_in_queue = occupied(workspace) if phase == "pending" else None
+@pytest.mark.parametrize("how", ["Ctrl-C", "closed terminal", "dvc killed"])
+def test_stage_that_was_asked_to_end_saves_and_the_same_command_resumes(workspace: Path, how: str) -> None:
     command = repro(workspace)
-    number = command.until(r"launcher: job (\d+)")
-    command.until("waits in the queue" if first_in_queue else "the stage speaks")
-    kill(command)
-    if phase == "ended":
-        let_end(workspace)
-        wait_until(lambda: jobs() == {})
-        assert not (workspace / "data/trained").exists(), "put aside, where dvc does not remove it"
-    again = repro(workspace)
-    again.until({"ended": "collecting the outputs of its job"}.get(phase, f"reattached to job {number}, {phase}"))
-    if first_in_queue:
-        subprocess.run(["scancel", first_in_queue], check=True)
-    let_end(workspace)
-    assert again.ended() == 0, again.output
-    assert "the stage speaks" in again.output
-    assert trained(workspace) == "of seed 42"
-    assert notes(workspace) == ["begin None None", "end"]
-    wait_until(lambda: num_ended(workspace) == 1)
+    command.until("the stage speaks")
+    if how == "dvc killed":
+        command.process.kill()
+    else:
+        os.killpg(command.process.pid, signal.SIGINT if how == "Ctrl-C" else signal.SIGHUP)
+    assert command.ended() != 0
+    wait_until(lambda: notes(workspace) == ["begin None None", "saves on SIGUSR1"])
+    wait_until(lambda: jobs() == {})
+    go(workspace)
+    run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
+    assert notes(workspace)[2:] == ["begin None None", "end"]
+
+
+@pytest.mark.parametrize("what", ["launcher", "srun"])
+def test_no_step_is_left_by_a_killed_launcher(workspace: Path, what: str) -> None:
+    command = repro(workspace)
+    command.until("the stage speaks")
+    launcher = launcher_of(command)
+    (launcher if what == "launcher" else launcher.children()[0]).kill()
+    assert command.ended() != 0
+    wait_until(lambda: jobs() == {})
+    assert "end" not in notes(workspace)
+
+
+def test_ctrl_c_withdraws_a_waiting_request(workspace: Path) -> None:
+    before = occupied(workspace)
+    waiting = repro(workspace)
+    waiting.until("queued and waiting for resources")
+    launcher_of(waiting).send_signal(signal.SIGINT)
+    assert waiting.ended() != 0
+    assert set(jobs()) == {before}
+    subprocess.run(["scancel", before], check=True)
+
+
+def test_stage_saves_before_its_time_limit(workspace: Path) -> None:
+    """Slurm's own limit of a minute, and its signal 20 to 50 seconds after the start."""
+    set_params(workspace, "--partition=short", "--time=1")
+    command = repro(workspace)
+    assert command.ended() != 0
+    assert notes(workspace) == ["begin None None", "saves on SIGUSR1"]
+
+
+def test_stages_are_steps_of_the_allocation_that_they_are_started_in(workspace: Path) -> None:
+    """A script for sbatch, as docs/servers.md shows it."""
+    log = workspace.with_name("log")
+    sbatch = ["sbatch", "--parsable", "--nodes=1", "--cpus-per-task=8", "--mem=2G", f"--output={log}"]
+    number = subprocess.run(
+        [*sbatch, "--wrap", "dvc repro train"],
+        cwd=workspace,
+        env=ENVIRONMENT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    wait_until(lambda: log.exists() and "the stage speaks" in log.read_text())
+    assert list(jobs()) == [number]
+    steps = subprocess.run(["squeue", "--steps", "--noheader"], check=True, capture_output=True, text=True).stdout
+    assert f"{number}.0" in steps
+    go(workspace)
+    wait_until(lambda: jobs() == {})
+    assert notes(workspace) == ["begin None None", "end"], log.read_text()
     assert "up to date" in run(workspace, "dvc", "status", "train")
 
 
-def test_launcher_killed_while_it_published_leaves_no_half_result(workspace: Path) -> None:
-    command = repro(workspace)
-    command.until("the stage speaks")
-    kill(command)
-    let_end(workspace)
-    wait_until(lambda: jobs() == {})
-    (aside,) = (workspace / "data/.outputs/train").glob("job-*/outputs")
-    (aside / "data/trained").rename(workspace / "data/trained")
-    assert "running the stage again" in run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
-    assert notes(workspace).count("end") == 2
-    assert trained(workspace) == "of seed 42"
+def ask_to_end(workspace: Workspace) -> Meanwhile:
+    """Send Slurm's signal for the end of the time while the training can save, and before it goes on."""
+
+    def meanwhile(process: "subprocess.Popen[bytes]") -> None:
+        # torchrun and a worker on each node
+        while len(training := training_of(workspace)) < 4 or not all_have_it_in("SigCgt", training):
+            assert process.poll() is None
+            time.sleep(0.02)
+        for each in training:
+            each.suspend()
+        (number,) = (number for number, state in jobs().items() if state == "RUNNING")
+        subprocess.run(["scancel", "--signal=USR1", number], check=True)
+        while not all_have_it_in("ShdPnd", training):
+            time.sleep(0.02)
+        for each in training:
+            each.resume()
+
+    return meanwhile
 
 
-def test_closed_terminal_and_end_of_dvc_leave_the_job_running(workspace: Path) -> None:
-    command = repro(workspace)
-    number = command.until(r"launcher: job (\d+)")
-    command.until("the stage speaks")
-    os.killpg(command.process.pid, signal.SIGHUP)
-    command.until(f"detached from job {number}; run the same command to reattach")
-    command.ended()
-    second = repro(workspace)
-    second.until(f"reattached to job {number}, running")
-    second.process.terminate()  # dvc alone
-    second.until(f"detached from job {number}")
-    second.ended()
-    third = repro(workspace)
-    third.until(f"reattached to job {number}, running")
-    os.killpg(third.process.pid, signal.SIGTERM)  # as a reboot does
-    third.until(f"detached from job {number}")
-    third.ended()
-    let_end(workspace)
-    output = run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
-    assert len(re.findall("launcher: (reattached|collecting)", output)) == 1
-    assert notes(workspace) == ["begin None None", "end"]
+def training_of(workspace: Workspace) -> list[psutil.Process]:
+    """The processes of the training in a workspace, launchers left out."""
+    found = []
+    for process in workspace.processes():
+        with suppress(psutil.Error):  # it has just ended
+            found += [process] if "stages.train" in process.cmdline() else []
+    return found
 
 
-def test_ctrl_c_has_the_stage_save_and_the_same_command_resumes(workspace: Path) -> None:
-    command = repro(workspace)
-    number = command.until(r"launcher: job (\d+)")
-    command.until("the stage speaks")
-    os.killpg(command.process.pid, signal.SIGINT)
-    assert command.ended() != 0
-    assert f"asking job {number} to save and end" in command.output
-    assert notes(workspace) == ["begin None None", "asked by SIGTERM"]
-    wait_until(lambda: jobs() == {})
-    let_end(workspace)
-    assert "reattached" not in run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
-    assert trained(workspace) == "of seed 42"
+def all_have_it_in(mask: str, processes: list[psutil.Process]) -> bool:
+    """Whether SIGUSR1 is in a mask of all of them (proc(5)): SigCgt if it is handled, ShdPnd if it waits."""
+    with suppress(OSError):  # one has just ended
+        texts = [Path(f"/proc/{each.pid}/status").read_text() for each in processes]
+        masks = [int(text.partition(f"{mask}:")[2].split()[0], 16) for text in texts]
+        return all(each & 1 << (signal.SIGUSR1 - 1) for each in masks)
+    return False
 
 
-def test_ctrl_c_withdraws_a_waiting_job_and_ends_one_that_ignores_it(workspace: Path) -> None:
-    before = occupied(workspace)
-    waiting = repro(workspace)
-    waiting.until("waits in the queue: (Resources|Priority)\n")
-    launcher_of(waiting).send_signal(signal.SIGINT)
-    assert waiting.ended() != 0
-    assert "was waiting in the queue, and is withdrawn" in waiting.output
-    assert set(jobs()) == {before}
-    subprocess.run(["scancel", before], check=True)
-    (workspace / "stages/train.py").write_text(
-        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(300)"
-    )
-    deaf = repro(workspace)
-    deaf.until("deaf")
-    launcher_of(deaf).send_signal(signal.SIGINT)
-    deaf.until("asking job")
-    time.sleep(2)  # two within this time are one request
-    launcher_of(deaf).send_signal(signal.SIGINT)
-    deaf.until(r"ending job \d+ now")
-    assert deaf.ended() != 0
-    wait_until(lambda: jobs() == {})
-
-
-def test_changed_setting_cancels_the_running_job(workspace: Path) -> None:
-    command = repro(workspace)
-    number = command.until(r"launcher: job (\d+)")
-    command.until("the stage speaks")
-    kill(command)
-    set_params(workspace, seed=7)
-    changed = repro(workspace)
-    changed.until(f"cancelling job {number}: its inputs, settings or code")
-    let_end(workspace)
-    assert changed.ended() == 0, changed.output
-    assert trained(workspace) == "of seed 7"
-
-
-def test_training_is_requeued_when_the_time_of_its_job_is_over(workspace: Path) -> None:
-    """Slurm's own limit of a minute, and its signal 20 to 50 seconds after the start."""
-    set_params(workspace, partition="short", minutes=1, save_seconds=10)
-    command = repro(workspace)
-    number = command.until(r"launcher: job (\d+)")
-    command.until(f"launcher: job {number} goes back into the queue, and resumes from there")
-    wait_until(lambda: notes(workspace).count("begin None None") == 2)
-    let_end(workspace)
-    assert command.ended() == 0, command.output
-    assert notes(workspace)[:3] == ["begin None None", "asked by SIGUSR1", "begin None None"]
-    assert notes(workspace).count("end") == 1
-    assert trained(workspace) == "of seed 42"
-
-
-def test_training_that_saves_nothing_in_its_time_is_not_requeued(workspace: Path) -> None:
-    command = repro(workspace, OMP_FORGETS="1")
-    number = command.until(r"launcher: job (\d+)")
-    command.until("the stage speaks")
-    subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
-    assert command.ended() != 0
-    assert "the time of its job was over before it saved a new checkpoint; increase slurm" in command.output, (
-        command.output
-    )
-    assert notes(workspace) == ["begin None None", "asked by SIGUSR1"]
-
-
-def test_impossible_job_is_refused_with_slurms_reason(workspace: Path) -> None:
-    set_params(workspace, partition="nowhere")
-    output = run(workspace, "docker/run", "train", "r1-llm-only", code=1, **ENVIRONMENT)
-    assert re.search("Slurm refuses the job: .*Invalid partition", output)
-    assert jobs() == {}
-
-
-def test_held_and_cancelled_jobs_are_reported(workspace: Path) -> None:
-    set_params(workspace, options=["--hold"])
-    command = repro(workspace)
-    number = command.until(r"launcher: job (\d+)")
-    command.until(f"job {number} waits in the queue: JobHeldUser; for details: scontrol")
-    subprocess.run(["scontrol", "release", number], check=True)
-    command.until("the stage speaks")
-    subprocess.run(["scancel", number], check=True)
-    assert command.ended() != 0
-    assert f"job {number} of train has ended without a result: CANCELLED" in command.output
+@pytest.mark.timeout(900)
+def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_if_it_was_interrupted(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """Both nodes are this machine, whose name may be known by an address of a network card."""
+    reference = build_reference(tmp_path_factory.mktemp("reference"))
+    trained = {}
+    for where, device in (("two nodes", {"nodes": 2}), ("two processes", {"count": 2})):
+        workspace = workspace_in(tmp_path / where)
+        copy_folder(reference / f"before/plan@{RECIPE}", workspace.folder)
+        path = workspace.folder / "params.yaml"
+        params = YAML(typ="safe").load(path)
+        profile = params["profiles"][params["profile"]]
+        profile["device"] |= device
+        profile["memory"]["placement"] = "ddp"
+        write_yaml(params, path)
+        if where == "two nodes":
+            workspace = replace(workspace, environment={**workspace.environment, **STEPS, "GLOO_SOCKET_IFNAME": "lo"})
+            assert workspace.dvc("repro", f"train@{RECIPE}", meanwhile=ask_to_end(workspace)).code != 0
+        ended = workspace.dvc("repro", f"train@{RECIPE}")
+        assert ended.code == 0, ended.output
+        assert ("resuming from step" in ended.output) == (where == "two nodes")
+        run_dir = workspace.folder / "data/runs" / RECIPE
+        trained[where] = folder_digest(run_dir / "trained"), (run_dir / "training/trace.csv").read_bytes()
+    assert trained["two nodes"] == trained["two processes"]

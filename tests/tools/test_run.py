@@ -179,20 +179,6 @@ def test_ctrl_c_reaches_each_running_stage_once_and_a_second_one_again(workspace
     assert side_by_side(workspace, "prepare@a", "prepare@b").code == 0
 
 
-def test_closed_terminal_is_no_ctrl_c(workspace: Workspace) -> None:
-    order(workspace, prepare_a="wait")
-
-    def hang_up(process: subprocess.Popen[bytes]) -> None:
-        wait_for(process, workspace, "prepare-a starts")
-        process.send_signal(signal.SIGHUP)
-
-    ended = workspace.python("-m", "tools.run", "prepare@a", "--jobs", "1", meanwhile=hang_up)
-    require_clean_end(ended)
-    assert ended.code == 128 + signal.SIGHUP, ended.output
-    # SIGINT would end a job of Slurm. The signal of dvc's end may overtake the terminal's.
-    assert notes(workspace)[3:] in (["prepare-a SIGHUP"], ["prepare-a SIGTERM"]), notes(workspace)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
 def test_killed_run_leaves_no_stage_and_no_other_run_starts_beside_one(workspace: Workspace) -> None:
     order(workspace, prepare_a="wait", prepare_b="wait")

@@ -56,19 +56,6 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
 """No dots: DVC splits the path to a parameter at them. Folders get these names, which limits the length."""
 Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
-SlurmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,-]{0,199}$")]
-"""Name of a partition or an account; several partitions are separated by commas."""
-
-SBATCH_OPTIONS = (
-    "account|begin|clusters|comment|constraint|contiguous|cores-per-socket|cpu-freq|cpus-per-gpu|cpus-per-task|deadline|"
-    "dependency|exclude|exclusive|gpu-bind|gpu-freq|gpus|gpus-per-node|gpus-per-socket|gpus-per-task|gres|gres-flags|hint|"
-    "hold|licenses|mail-type|mail-user|mem|mem-bind|mem-per-cpu|mem-per-gpu|mincpus|network|nice|nodelist|no-requeue|"
-    "oversubscribe|partition|power|prefer|priority|qos|reboot|reservation|sockets-per-node|switches|threads-per-core|time|"
-    "time-min|tmp|wckey"
-)
-SbatchOption = Annotated[str, Field(pattern=rf"^--({SBATCH_OPTIONS})(=[^\s]{{0,997}})?$")]
-"""sbatch's options that choose resources, time and accounting. Of the others some run a command (--wrap) or write and
-read files (--error, --export-file), which a params.yaml from a stranger may not; sbatch takes abbreviations too."""
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", re.IGNORECASE)
@@ -236,7 +223,7 @@ class ProfileParams:
     """Most epochs of any recipe: a tiny model needs fewer. Null: as many as the recipe says."""
     dataloader_workers: Annotated[int, Field(ge=0, le=256)] = 4
     place: Literal["here", "slurm"] = "here"
-    """Stages run on this machine, or each as a job of Slurm. BAKEOFF_PLACE overrides it."""
+    """Stages run on this machine, or each in a step of Slurm. BAKEOFF_PLACE overrides it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -450,28 +437,13 @@ class CheckpointParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class JobParams:
-    """Resources of a Slurm job besides GPUs and CPU cores, which follow from the profile."""
-
-    partition: SlurmName | None = None
-    """Null: Slurm's default, also for `account` and `minutes`."""
-    account: SlurmName | None = None
-    minutes: Positive | None = None
-    """Time limit of one job. A longer training takes several jobs."""
-    memory_gb: Rate | None = None
-    """Memory of the host. Null: what the recipe's plan says."""
-    options: Annotated[tuple[SbatchOption, ...], Field(max_length=100)] = ()
-    """More options, e.g. `--constraint=a100`; they override the fields above."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SlurmParams:
-    """Jobs of Slurm. No result depends on them."""
+    """srun's options, e.g. `--partition=a100`; they override the launcher's own. No result depends on them."""
 
-    cpu: JobParams = Field(default_factory=JobParams)
-    """Jobs of stages without a GPU."""
-    gpu: JobParams = Field(default_factory=JobParams)
-    """Jobs of stages with one."""
+    cpu: tuple[Text, ...] = ()
+    """For stages without a GPU."""
+    gpu: tuple[Text, ...] = ()
+    """For stages with one."""
     save_seconds: Annotated[int, Field(ge=1, le=65535)] = 180
     """Seconds before the time limit at which a training is asked to save; Slurm may ask a minute earlier."""
 
