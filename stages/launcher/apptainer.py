@@ -22,7 +22,7 @@ import psutil
 from stages.core.environment import TMP_DIR
 from stages.core.errors import UserError
 from stages.core.signals import ENDING
-from stages.launcher.container import INSIDE, Mount, NotUsable, Outputs, SealedEngine, run_client
+from stages.launcher.container import INSIDE, Mount, NoImage, NotUsable, Outputs, SealedEngine, run_client
 from stages.launcher.images import image_reference
 from stages.launcher.pipeline import Request
 from stages.launcher.process import MACHINE_COUNTERS, as_out_of_memory, oom_kills
@@ -65,9 +65,7 @@ class ApptainerEngine(SealedEngine):
         paths = [sif_path(folder, reference) for folder in folders]
         if path := next((path for path in paths if path.is_file()), None):
             return cls(name=name, sif_path=path, image=(reference, recorded_digest(path)))
-        raise NotUsable(
-            f"apptainer has no image {paths[0]}; build it with: make image ENGINE=apptainer TARGET={target}"
-        )
+        raise NoImage(f"apptainer has no image {paths[0]}; build it with: make image ENGINE=apptainer TARGET={target}")
 
     def run_container(self, request: Request, found: list[Mount], outputs: Outputs) -> int:
         passed, given = self.variables(request, terminal=sys.stderr.isatty() and sys.stdout.isatty())
@@ -121,10 +119,10 @@ def digest_path(sif: Path) -> Path:
 
 
 def recorded_digest(sif: Path) -> str:
-    """Raises NotUsable if there is no file with the digest."""
+    """Raises NoImage if there is no file with the digest."""
     path = digest_path(sif)
     if not path.is_file():
-        raise NotUsable(
+        raise NoImage(
             f"{path} is missing; copy it with the image, or: cd '{path.parent}' && sha256sum {sif.name} > {path.name}"
         )
     return f"sha256:{path.read_text(encoding='utf-8').split()[0]}"

@@ -49,6 +49,10 @@ class NotUsable(UserError):
     """This machine's engine cannot run a stage of this checkout; the message gives the reason."""
 
 
+class NoImage(NotUsable):
+    """The engine works here, and lacks the image of this checkout."""
+
+
 class Outputs:
     """The folders in which a stage writes, and the move of its outputs into the workspace."""
 

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from stages.core.environment import TMP_DIR
 from stages.core.errors import UserError
 from stages.core.signals import GRACE_S
-from stages.launcher.container import INSIDE, Mount, NotUsable, Outputs, SealedEngine, run_client
+from stages.launcher.container import INSIDE, Mount, NoImage, NotUsable, Outputs, SealedEngine, run_client
 from stages.launcher.gpus import Gpu, device_files
 from stages.launcher.images import image_reference
 from stages.launcher.pipeline import Request
@@ -83,6 +84,15 @@ class Client:
         """Whether it is podman, also if it is called docker: the package podman-docker installs such a script."""
         return "podman" in Path(self.program).name or "host" in self.info
 
+    @property
+    def is_rootless_docker(self) -> bool:
+        return any("rootless" in option for option in self.info.get("SecurityOptions") or ())
+
+    @property
+    def cdi_devices(self) -> set[str]:
+        """Names of the devices that docker gives by CDI, e.g. nvidia.com/gpu=GPU-8932f937-..."""
+        return {device["ID"] for device in self.info.get("DiscoveredDevices") or ()}
+
     def problem(self) -> str | None:
         """The reason why the engine cannot be used, in one line; None if it answers."""
         answer = self.ask("ps", "--quiet")
@@ -108,7 +118,7 @@ class ContainerEngine(SealedEngine):
             return cls(name=own_name, client=client, image=(reference, image_id))
         if problem := client.problem():
             raise NotUsable(f"{name} does not work here ({problem})")
-        raise NotUsable(f"{name} has no image {reference}; build it with: make image TARGET={target}")
+        raise NoImage(f"{name} has no image {reference}; build it with: make image TARGET={target}")
 
     def run_container(self, request: Request, found: list[Mount], outputs: Outputs) -> int:
         stage = outputs.stage.name
@@ -127,7 +137,7 @@ class ContainerEngine(SealedEngine):
             # Processes that train together look each other up by this name, also without a network.
             *(("--hostname", "localhost") if request.num_nodes == 1 else ()),
             *("--workdir", str(request.workspace_dir)),
-            *self._account_and_gpus(request.gpus),
+            *(*self._account(), *self._gpus(request.gpus)),
             *(option for variable in environment for option in ("--env", variable)),
             *(option for mount in found for option in ("--mount", mount.option())),
             *(self.image[1], *INSIDE, *request.command),
@@ -159,22 +169,28 @@ class ContainerEngine(SealedEngine):
         memory = [f"--{name}={wanted}b" for name in ("memory", "memory-swap") if wanted]
         return ["--pids-limit", str(own.processes or processes * (1 + devices)), *memory]
 
-    def _account_and_gpus(self, gpus: tuple[Gpu, ...]) -> list[str]:
-        """Options for a container with the caller's account and these GPUs, and no other."""
+    def _account(self) -> list[str]:
+        """Options for a container with the caller's account."""
         if self.client.is_podman:
             # podman would add writable folders (/run, /var/tmp), and the caller's proxies.
             plain = ["--read-only-tmpfs=false", "--http-proxy=false", "--user", CALLER]
-            devices = [option for gpu in gpus for option in ("--device", f"nvidia.com/gpu={gpu.uuid}")]
-            return [*plain, *(() if os.getuid() == 0 else ("--userns", "keep-id")), *devices]
+            return plain if os.getuid() == 0 else [*plain, "--userns", "keep-id"]
         # In a rootless Docker, root inside is the caller outside.
-        info = self.client.info
-        rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
-        user = ["--user", "0:0"] if rootless else ["--userns", "host", "--user", CALLER]
+        return ["--user", "0:0"] if self.client.is_rootless_docker else ["--userns", "host", "--user", CALLER]
+
+    def _gpus(self, gpus: tuple[Gpu, ...]) -> list[str]:
+        """Options for a container with these GPUs, and no other."""
+        if not gpus:
+            return []
+        names = [f"nvidia.com/gpu={gpu.uuid}" for gpu in gpus]
+        if self.client.is_podman or self.client.cdi_devices.issuperset(names):
+            return _devices(names)
         # A container loses a GPU that --gpus alone has given it when systemd reloads its units, as at each update of
         # packages: docker and its cgroup do not know of the device (NVIDIA/nvidia-container-toolkit#48).
-        names = [f"nvidia.com/gpu={gpu.uuid}" for gpu in gpus]
-        if {device.get("ID") for device in info.get("DiscoveredDevices") or ()}.issuperset(names):
-            return [*user, *(option for name in names for option in ("--device", name))]
         uuids = ",".join(gpu.uuid for gpu in gpus)
-        files = [] if rootless else device_files(gpus)
-        return [*user, "--gpus", f'"device={uuids}"', *(option for path in files for option in ("--device", str(path)))]
+        files = [] if self.client.is_rootless_docker else device_files(gpus)
+        return ["--gpus", f'"device={uuids}"', *_devices(map(str, files))]
+
+
+def _devices(names: Iterable[str]) -> list[str]:
+    return [option for name in names for option in ("--device", name)]

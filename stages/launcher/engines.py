@@ -7,7 +7,7 @@ from pathlib import Path
 from stages.core.errors import UserError
 from stages.evaluation.vllm.environment import installed
 from stages.launcher.apptainer import ApptainerEngine
-from stages.launcher.container import NotUsable, SealedEngine
+from stages.launcher.container import NoImage, NotUsable, SealedEngine
 from stages.launcher.docker import ContainerEngine
 from stages.launcher.images import BELOW_VLLM, below
 from stages.launcher.messages import say
@@ -26,7 +26,8 @@ ENGINES = (*CONTAINER_ENGINES, "process", "auto")
 
 
 def choose_engine(name: str, *, workspace_dir: Path, target: str) -> Engine:
-    """The engine of that name; for auto the first one that can run stages of this checkout, which it logs.
+    """The engine of that name; for auto the first one that can run stages of this checkout. A container is logged, and
+    an engine that only lacks its image, with the command that builds it.
 
     target: the image that a container would need.
     Raises UserError if there is no such engine, if the engine cannot run the stage, and if it is a process without vLLM
@@ -43,8 +44,10 @@ def choose_engine(name: str, *, workspace_dir: Path, target: str) -> Engine:
     for candidate, kind in CONTAINER_ENGINES.items() if name == "auto" else ():
         try:
             engine = kind.find(candidate, workspace_dir, below(target))
-        except NotUsable as reason:
+        except NoImage as reason:
             reasons.append(str(reason))
+        except NotUsable:
+            continue  # said before each stage, it would be noise
         else:
             engine = engine if target == below(target) else kind.find(candidate, workspace_dir, target)
             say(f"engine {candidate}, image {engine.image[0]}" + (f" ({'; '.join(reasons)})" if reasons else ""))

@@ -32,7 +32,8 @@ from tests.launcher.small_checkout import (
     small_checkout,
     wait_until,
 )
-from tests.workspaces import RECIPE, Meanwhile, Workspace, build_reference, copy_folder, workspace_in
+from tests.stage_runs import small_params
+from tests.workspaces import CHAIN, RECIPE, Meanwhile, Workspace, clone_checkout, copy_folder, workspace_in
 
 pytestmark = [
     pytest.mark.engine,
@@ -278,21 +279,23 @@ def all_have_it_in(mask: str, processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.timeout(900)
-def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_if_it_was_interrupted(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
+def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_if_it_was_interrupted(tmp_path: Path) -> None:
     """Both nodes are this machine, whose name may be known by an address of a network card."""
-    reference = build_reference(tmp_path_factory.mktemp("reference"))
+    prepared = workspace_in(tmp_path / "prepared")
+    clone_checkout(prepared.folder)
+    raw = small_params(root="")
+    raw["checkpoints"].update(every_minutes=None, every_steps=2)
+    raw["recipes"][RECIPE]["epochs"] = 2
+    write_yaml(raw, prepared.folder / "params.yaml")
+    inputs = prepared.dvc("repro", *CHAIN[: CHAIN.index(f"plan@{RECIPE}")])
+    assert inputs.code == 0, inputs.output
     trained = {}
     for where, device in (("two nodes", {"nodes": 2}), ("two processes", {"count": 2})):
         workspace = workspace_in(tmp_path / where)
-        copy_folder(reference / f"before/plan@{RECIPE}", workspace.folder)
-        path = workspace.folder / "params.yaml"
-        params = YAML(typ="safe").load(path)
-        profile = params["profiles"][params["profile"]]
-        profile["device"] |= device
-        profile["memory"]["placement"] = "ddp"
-        write_yaml(params, path)
+        copy_folder(prepared.folder, workspace.folder)
+        raw["profiles"][raw["profile"]]["device"] = {"kind": "cpu", **device}
+        raw["profiles"][raw["profile"]]["memory"]["placement"] = "ddp"
+        write_yaml(raw, workspace.folder / "params.yaml")
         if where == "two nodes":
             workspace = replace(workspace, environment={**workspace.environment, **STEPS, "GLOO_SOCKET_IFNAME": "lo"})
             assert workspace.dvc("repro", f"train@{RECIPE}", meanwhile=ask_to_end(workspace)).code != 0
