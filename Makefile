@@ -15,7 +15,7 @@ EXPERIMENTS ?=
 OVER ?=
 # docker, podman or apptainer, for images; not given: the first of them that there is.
 ENGINE ?=
-# Passed on to pytest, or to what measures on a GPU: make test ARGS="-k lineage -x"
+# Passed on to pytest: make test ARGS="-k lineage -x"
 ARGS ?=
 
 python := .venv/bin/python
@@ -146,13 +146,13 @@ test-vllm:
 	@$(offline) $(python) -m pytest -m vllm -n 0 tests/evaluation $(ARGS)
 
 .PHONY: gpu
-gpu: setup ## Measure what only a GPU can show, and write docs/gpu/DEVICE.md (BUDGET_S=540, ARGS=--dry-run, ARGS="--calibrate RESULTS")
-	@$(offline) $(python) -m tools.gpu $(if $(BUDGET_S),--budget-s $(BUDGET_S)) $(ARGS)
+gpu: setup-dev ## Measure what only a GPU can show: memory and speed against predictions, resume (ARGS="-k training")
+	@$(offline) $(python) -m pytest -m gpu -n 0 -v tests/gpu $(ARGS)
 
 # Time the faster ways against what they replace, on this CPU
 .PHONY: bench
 bench: setup
-	@$(offline) $(python) -m tools.gpu --dry-run --only bench: $(ARGS)
+	@$(offline) $(python) -m tests.benchmarks.speed
 
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
 # Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman|apptainer)

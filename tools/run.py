@@ -41,6 +41,8 @@ from stages.launcher.slurm import runs_in_slurm
 LOCK_PATH = Path(".bakeoff/run.lock")
 LOGS_DIR = Path(".bakeoff/logs")
 POLL_S = 0.05
+REPORT_S = 30
+"""Seconds between two reports of the last lines that running stages wrote."""
 SHOWN_LINES = 40
 """Lines of output that are shown of a stage that failed; its log has all of them."""
 
@@ -172,6 +174,7 @@ class SideBySide:
         LOGS_DIR.mkdir(parents=True, exist_ok=True)
         waiting = dict.fromkeys(self.steps)
         running, began = dict[str, subprocess.Popen[bytes]](), dict[str, float]()
+        reported = time.monotonic()
         with forwarded_signals() as signals:
             signals.forward_to(lambda _: _ask_to_end(running.values()))
             while True:
@@ -185,6 +188,10 @@ class SideBySide:
                 if not running:
                     return self._result(signals.received)
                 time.sleep(POLL_S)
+                if time.monotonic() - reported > REPORT_S:
+                    reported = time.monotonic()
+                    for name in running:
+                        say(f"  {name}: {_last_line(log_path(name))}")
                 for name in [name for name, process in running.items() if process.poll() is not None]:
                     code, took = running.pop(name).returncode, f"{time.monotonic() - began[name]:.0f} s"
                     self._end(name, code if code >= 0 else 128 - code, took, interrupted=bool(signals.received))
@@ -236,6 +243,11 @@ class SideBySide:
 def log_path(stage: str) -> Path:
     """stage: DVC's name for it."""
     return LOGS_DIR / f"{stage.replace('/', '_')}.log"
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:160] if lines else "nothing written yet"
 
 
 def _ask_to_end(running: Iterable[subprocess.Popen[bytes]]) -> None:

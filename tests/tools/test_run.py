@@ -11,6 +11,7 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
+import tools.run
 from tests.launcher.small_checkout import CALLER, copy_code, small_checkout
 from tests.workspaces import Ended, Workspace, copy_folder, require_clean_end
 
@@ -216,3 +217,23 @@ def test_cores_are_shared_and_dvcs_refusal_is_shown(workspace: Workspace) -> Non
     refused = side_by_side(workspace, "no-such")
     assert refused.code == 1
     assert re.search("Error: DVC refuses: .*no-such", refused.output, re.DOTALL)
+
+
+WAITING = """
+import pathlib, time
+print("step 1/9", flush=True)
+while not pathlib.Path("seen").exists():
+    time.sleep(0.02)
+"""
+
+
+def test_a_stage_that_takes_long_shows_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def say(line: str) -> None:
+        if line.endswith("train: step 1/9"):
+            Path("seen").touch()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tools.run, "REPORT_S", 0)
+    monkeypatch.setattr(tools.run, "say", say)
+    steps = {"train": tools.run.Step(frozenset())}
+    assert tools.run.SideBySide(steps=steps, jobs=1, gpus=0, dvc=(sys.executable, "-c", WAITING)).run() == 0

@@ -1,7 +1,7 @@
 """One measurement of `make gpu`, in a process of its own: facts, a training or its prediction, generation, a
 recipe, a comparison of speed.
 
-Run  python -m tools.gpu.measure JOB DEVICE TASK_JSON ANSWER_PATH   (tools/gpu does)
+Run  python -m tests.gpu.measure JOB DEVICE TASK_JSON ANSWER_PATH   (test_gpu.py does)
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 from stages.core.atomic import atomic_write
 from stages.core.errors import UserError, configure_logging
 from stages.core.params import load_params
-from stages.core.params.schema import DeviceParams
 from stages.core.records import read_settings, yaml_text
 from stages.core.signals import end_with_parent
 from stages.evaluation.answer import answered_tokens
-from stages.internals.torch_internals import chosen_attention, cpu_peak
+from stages.internals.torch_internals import chosen_attention, cpu_peak, expand_segments
 from stages.launcher.gpus import driver_version
 from stages.memory.predict import MemoryPredictor, predict_generation
 from stages.memory.stand_in import quantize_nf4, stand_in_batch, stand_in_processor
@@ -58,11 +57,11 @@ from stages.training.batches import FEATURES, packed
 from stages.training.kernels import compiler_problem, prepare_kernels, refuse_wrong_kernels
 from stages.training.randomness import seed_everything
 from stages.training.trainer import RecipeTrainer, lasting_tensors
-from tools.gpu.bench import compare_speed
-from tools.gpu.page import AMOUNTS
+from tests.benchmarks.speed import compare_speed
 from tools.plan import available_inputs, config_of_base
 from tools.verify.rerun import unequal_files
 
+AMOUNTS = ("allocated", "reserved", "total")
 ACCUMULATION = 4
 """Micro-batches per step. Trainer holds all of them on the device at once, so it matters; recipes have 8 or 16."""
 MAX_STEPS, TIMED_STEPS = 24, 4
@@ -144,13 +143,15 @@ def attends_by_sample(device: str) -> str:
 # --- Plans and models: a shipped recipe on a shipped profile, with changes, on random weights
 
 Setting = dict[str, Any]
-"""profile, recipe, and the changes of the plan; micro_batch is the schedule's."""
+"""profile, recipe, gpu if it is to be another than an unknown one, and the changes of the plan; micro_batch is the
+schedule's."""
 
 
 def planned(setting: Setting, device: str) -> tuple[Plan, MemoryPredictor]:
     """The plan of a setting for one step on one device, and what predicts its memory."""
     changes = dict(setting)
-    params, recipe = load_params().on(changes.pop("profile")), changes.pop("recipe")
+    profile, recipe, gpu = changes.pop("profile"), changes.pop("recipe"), changes.pop("gpu", None)
+    params = replace(load_params(), profile=profile, gpu=gpu)
     inputs = available_inputs(params, recipe)
     config = config_of_base(inputs)
     plan = resolve_plan(params, recipe, train_samples=params.recipe(recipe).effective_batch)
@@ -160,7 +161,7 @@ def planned(setting: Setting, device: str) -> tuple[Plan, MemoryPredictor]:
     plan = replace(
         plan,
         base_dir=str(inputs.config_dir),
-        device=DeviceParams(kind="cuda" if device == "cuda" else "cpu"),
+        device=replace(plan.device, kind="cuda" if device == "cuda" else "cpu"),
         placement="single",
         dataloader_workers=0,
         loss="all-tokens",
@@ -242,9 +243,9 @@ def random_trainer(
 def predict_training(device: str, *, setting: Setting) -> dict[str, Any]:
     """The plan stage's prediction."""
     plan, predictor = planned(setting, device)
-    found = predictor(plan)
-    amounts = {name: getattr(found, name) for name in ("allocated_bytes", "reserved_bytes", "flops")}
-    return {"setting": setting, "predicted": amounts}
+    prediction = predictor(plan)
+    names = (*(f"{amount}_bytes" for amount in AMOUNTS), "low_bytes", "high_bytes", "flops")
+    return {"setting": setting, "predicted": {name: getattr(prediction, name) for name in names}}
 
 
 def measure_training(device: str, *, setting: Setting, predicted: dict[str, Any]) -> dict[str, Any]:
@@ -254,11 +255,13 @@ def measure_training(device: str, *, setting: Setting, predicted: dict[str, Any]
     finite gradients, and as random_trainer does.
     """
     plan, predictor = planned(setting, device)
+    if plan.on_gpu and plan.expandable_segments:
+        expand_segments()
     check_device(plan.device, plan.precision)
     seed_everything(plan.seed)
-    batch = with_contents(training_batch(plan, predictor))
-    if plan.on_gpu:  # a recipe's data loader has workers for that
-        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+    batch: dict[str, Any] = with_contents(training_batch(plan, predictor))
+    if plan.on_gpu:  # a recipe's data loader has workers for that; a padding-free batch has numbers too
+        batch = {name: each.pin_memory() if torch.is_tensor(each) else each for name, each in batch.items()}
     with random_trainer(plan, predictor.config, batch, num_steps=MAX_STEPS) as trainer:
         trainer.add_callback(meter := StepMeter(trainer, batch))
         trainer.train()
@@ -393,7 +396,7 @@ def run_recipe(device: str, *, recipe: str, memory: Mapping[str, Any]) -> dict[s
     own = {"effective_batch": 4, "epochs": 3}
     changes = [f"recipes.{recipe}.{name}={value}" for name, value in own.items()]
     changes += [f"profiles.tiny.memory.{name}={json.dumps(value)}" for name, value in memory.items()]
-    changes += [*SMALL, f"profiles.tiny.device={{kind: {device}, count: 1}}"]
+    changes += [*SMALL, f"profiles.tiny.device={{kind: {device}, memory_gb: 16}}"]
     raw = read_settings(dict[str, Any], ROOT / "params.yaml", changes=changes)
     wanted, began = raw["recipes"][recipe], time.monotonic()
     with tempfile.TemporaryDirectory() as name:

@@ -1,5 +1,9 @@
 """The kit's faster ways against what they replace, on data/tiny and its tiny models.
 
+Reads   params.yaml and data/tiny
+Writes  nothing; prints the table of docs/memory.md
+Run     make bench, or python -m tests.benchmarks.speed
+
 Each pair does the same work, in turns; the fastest of its turns counts, since other work on the machine adds time. On a
 CPU that is the process's time on all cores, and on a GPU the time that passes.
 """
@@ -39,6 +43,15 @@ from stages.training.features import frozen_features
 from stages.training.kernels import prepare_kernels
 from stages.training.randomness import seed_everything
 
+_R1, _TEXT = "r1-llm-only", "amr-baseline"
+COMPARISONS: dict[str, dict[str, Any]] = {
+    "a step of r1: this kit, a plain TRL script": {"recipe": _R1, "ours": {}, "other": None},
+    "a step of r1: features of images kept, computed": {"recipe": _R1, "ours": {"features_bytes": 1}, "other": {}},
+    "a step of text: padding-free, padded": {"recipe": _TEXT, "ours": {"padding_free": True}, "other": {}},
+    "64 completions for images: 128 at once, one by one": {"recipe": _R1, "ours": 128, "other": 1},
+    "64 completions for sentences: 128 at once, one by one": {"recipe": _TEXT, "ours": 128, "other": 1},
+}
+"""Changes of the plan of a training, None for TRL's trainer without this kit, or the size of a generation's batch."""
 TURNS = 2
 STEPS = 6
 """Steps of a training; the first does not count."""
@@ -168,3 +181,9 @@ class Bench:
         began = now_s()
         generate_answers(model, processor, questions, batch_size=batch_size, **limits)
         return now_s() - began
+
+
+if __name__ == "__main__":
+    for name, ways in COMPARISONS.items():
+        figures = (f"{key} {value:.2f}" for key, value in compare_speed("cpu", **ways).items())
+        print(name, *figures, sep=", ", flush=True)
