@@ -1,18 +1,15 @@
 """params.yaml: the shipped file, and every mistake refused under its path."""
 
 import copy
-import io
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from dvc.utils.serialize import modify_yaml
-from hypothesis import given
 from pydantic import TypeAdapter
 from ruamel.yaml import YAML
 
@@ -21,7 +18,7 @@ from stages.core.params import cross_checks, load_params
 from stages.core.params.schema import OPTIMIZERS, DeviceParams, Optimizer, Params, made_by
 from stages.planning.resolve import resolve_plan
 from tests import ROOT
-from tests.damage import at, damaged_text, damaged_tree, quick
+from tests.damage import at
 
 SHIPPED = ROOT / "params.yaml"
 RAW: dict[str, Any] = YAML(typ="safe").load(SHIPPED)
@@ -301,52 +298,6 @@ def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], p
 def test_a_missing_file_names_the_folder_to_run_from(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is missing; run from the top"):
         load_params(tmp_path / "params.yaml")
-
-
-CHAINED = ("r1-llm-only", "r2-vision-only", "r3-two-stage")
-TWO_GPUS = RAW["profiles"]["qwen2-vl-7b"] | {
-    "device": {"kind": "cuda", "count": 2, "memory_gb": 48},
-    "memory": {"precision": "bf16", "micro_batch": 2, "placement": "balanced", "fit": "refuse"},
-}
-SMALL = {
-    **RAW,
-    "baselines": {"base-moe": RAW["baselines"]["base-moe"]},
-    "recipes": {
-        name: RAW["recipes"][name]
-        for name in (*CHAINED, "amr-ptr", "moe-gate-labels", "moe-expert-truthfulqa", "moe-expert-qmsum")
-    },
-    "profiles": {"tiny": RAW["profiles"]["tiny"], "two-gpus": TWO_GPUS},
-}
-"""Every kind of entry, read ten times as fast as the shipped file."""
-SMALL_TEXT = io.StringIO()
-YAML().dump(SMALL, SMALL_TEXT)
-STEP = r"""(?:[\w/@+-]+|['"].*)"""
-A_REFUSAL = re.compile(
-    r"\S+ is not plain YAML: .+|"
-    rf"\S+ has \d+ problems?:(\n  (the file|{STEP}(\.{STEP})*): .+)+"
-)
-"""Every line but the first is a problem with its path."""
-
-
-@given(
-    content=damaged_tree(SMALL).map(lambda tree: json.dumps(tree).replace("NaN", ".nan").replace("Infinity", ".inf"))
-    | damaged_text(
-        SMALL_TEXT.getvalue(),
-        [*"\t\n:-&*[]{}'\"#", "\n  ", "<<: ", "- ", "*a", "&a ", "~", "1e9", "9" * 400, "\0", "\\ud800"],
-    )
-)
-@quick(40)
-def test_any_damage_gives_problems_with_their_paths_or_params_that_resolve(content: str, tmp_path_factory: Any) -> None:
-    path = tmp_path_factory.getbasetemp() / "damaged.yaml"
-    path.write_text(content, encoding="utf-8")
-    try:
-        params = load_params(path)
-    except UserError as error:
-        assert A_REFUSAL.fullmatch(error.message)
-        return
-    for name in params.recipes:
-        with suppress(UserError):
-            assert resolve_plan(params, name, train_samples=7).schedule.num_steps
 
 
 def test_every_optimizer_has_its_row_of_properties() -> None:

@@ -121,7 +121,6 @@ def test_a_written_record_is_read_back_equal(record: Written, suffix: str, path:
     "content", [b"[" * 10_000, b'{"number": ' + b"9" * 5000 + b"}", b'{"number": 100, "inner": {}}']
 )
 def test_a_damaged_record_is_refused_on_one_line_with_the_command(content: bytes, path: Path) -> None:
-    """Any damage, to every record: tests/test_records.py."""
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"^{re.escape(str(path))} is damaged: .*; rebuild it with: make it$"):
         Written.read(path, fix="make it")

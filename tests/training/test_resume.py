@@ -407,19 +407,6 @@ def test_by_the_clock_it_saves_when_due(workplace: Workplace, monkeypatch: pytes
     assert workplace.steps == [2]
 
 
-def test_a_damaged_checkpoint_is_skipped(
-    workplace: Workplace, undisturbed: Outcome, caplog: pytest.LogCaptureFixture
-) -> None:
-    workplace.interrupt(FULL, at=At(4, kill))
-    assert workplace.steps == [2, 3]
-    damaged = workplace.checkpoints.at(3) / "process-0.pt"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    caplog.set_level(logging.INFO, logger="stages")
-    workplace.train(FULL).assert_same(undisturbed)
-    assert f"{damaged} " in caplog.text
-    assert "resuming from step 2/4" in caplog.messages
-
-
 def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
     workplace: Workplace, undisturbed: Outcome, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -256,16 +256,6 @@ def started(tiny_vlm: Path) -> Started:
     return start
 
 
-RECIPES = [name for name, recipe in PARAMS.recipes.items() if recipe.task == "detection"]
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_as_planned_starts(started: Started, recipe: str) -> None:
-    model, plan = started(recipe)
-    check_start(model, plan, devices_in_use=1)
-    check_gradients(model, plan)
-
-
 def also_train(name: str) -> Spoil:
     return lambda model: model.get_parameter(f"base_model.model.{name}").requires_grad_(True)
 
