@@ -245,7 +245,7 @@ def damaged(path: Path, faults: Mapping[str, str], *, fix: str) -> UserError:
     return UserError(f"{path} is damaged: {join_truncated(lines, 3)}; rebuild it with: {fix}")
 
 
-_OF_A_UNION = re.compile(r"constrained-\w+|(literal|tuple|function-\w+)\[.*")
+_OF_A_UNION = re.compile(r"constrained-\w+|(literal|tuple|list|dict|function-\w+)\[.*")
 """A part of pydantic's path that is not in the file: the kind that a value with several was compared with."""
 
 

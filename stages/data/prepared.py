@@ -395,16 +395,19 @@ class _Preparation(Generic[R]):
 
 
 def folded(problems: Iterable[tuple[Place, str]]) -> list[str]:
-    """A line for each problem; one for all of a file that differ only in numbers and quoted texts, if they are many."""
+    """A line for each problem; one for all of a file, or of whole files, that differ only in numbers and quoted texts,
+    if they are many."""
     alike: dict[tuple[str, str], list[tuple[Place, str]]] = defaultdict(list)
     for place, problem in problems:
-        alike[place.file, re.sub(r"'[^']*'|[0-9.]+", "#", problem)].append((place, problem))
+        file = "" if place.number is None else place.file
+        alike[file, re.sub(r"'[^']*'|[0-9.]+", "#", problem)].append((place, problem))
     lines = []
-    for some in alike.values():
+    for (file, _), some in alike.items():
         shown = [f"{place}: {problem}" for place, problem in some]
         if len(some) > MAX_ALIKE:
-            others = join_truncated([str(place.number) for place, _ in some[1:]], MAX_ALIKE)
-            shown = [f"{shown[0]} (and {len(some) - 1:,} more of this kind in the file: {others})"]
+            where = " in the file" if file else ""
+            others = join_truncated([str(place.number) if file else place.file for place, _ in some[1:]], MAX_ALIKE)
+            shown = [f"{shown[0]} (and {len(some) - 1:,} more of this kind{where}: {others})"]
         lines += shown
     return lines
 

@@ -107,6 +107,7 @@ FORMS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         {"id": "7", "conversations": [turn("system", "Be brief."), turn("human", "Who?"), turn("gpt", "You.")]},
         [("system", "Be brief."), *WHO],
     ),
+    "LLaMA-Factory's empty list of tools": ({"messages": [USER, ANSWER], "tools": "[]"}, WHO),
     "OpenAI's in a list of ShareGPT's name": ({"conversations": [USER, ANSWER]}, WHO),
     "LMSYS": ({"conversation": [USER, ANSWER], "model": "x", "turn": 1}, WHO),
     "Alpaca": ({"instruction": "Who?", "input": "", "output": "You."}, WHO),
@@ -155,7 +156,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "LLaMA-Factory's KTO": ({**TALK, "label": True}, "label is set"),
     "LLaMA-Factory's preferences": (
         {"conversations": [turn("human", "Who?")], "chosen": turn("gpt", "You."), "rejected": turn("gpt", "Me.")},
-        "chosen is set",
+        "chosen, rejected are set",
     ),
     "LLaMA-Factory's calls of tools": (
         {
@@ -181,10 +182,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "message 2: tool_calls is set",
     ),
     "TRL's unpaired preferences": ({"prompt": "Who?", "completion": "Me.", "label": False}, "label is set"),
-    "TRL's preferences": ({"prompt": "Who?", "chosen": "You.", "rejected": "Me."}, "rejected is set"),
+    "TRL's preferences": ({"prompt": "Who?", "chosen": "You.", "rejected": "Me."}, "chosen, rejected are set"),
     "OpenAI's preferences": (
         {"input": TALK, "preferred_output": [ANSWER], "non_preferred_output": [ANSWER]},
-        "preferred_output is set",
+        "preferred_output, non_preferred_output are set",
     ),
     "ms-swift's preferences": ({**TALK, "rejected_response": "Me."}, "rejected_response is set"),
     "ms-swift's boxes": ({**TALK, "objects": {"bbox": [[1, 2, 3, 4]]}}, "objects is set"),
@@ -199,10 +200,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "Bedrock's system prompt": ({**TALK, "system": [{"text": "Be brief."}]}, "system, message 1 has the role None"),
     "Dolly": (
         {"instruction": "Who?", "context": "", "response": "You."},
-        "no conversation: found instruction, context, response",
+        "no conversation: found instruction, response, expected",
     ),
     "text alone": ({"text": "Who?"}, "expected messages, or conversations, or "),
     "half of a turn in the history": ({"query": "Who?", "response": "You.", "history": [["One?"]]}, "history, turn 1"),
+    "another case": ({**TALK, "Label": False}, "Label is set, which this task does not read: KTO's verdict"),
+    "another spelling": ({**TALK, "toolCalls": [{}]}, "toolCalls is set, which this task does not read: calls of"),
+    "a system prompt in another case": ({**TALK, "System": "Be brief."}, "another spelling of system, which is read"),
+    "Qwen-VL": ({"query": "<img>a.png</img>Who?", "response": "You."}, "a text holds '<img>a.png</img>'; as an image"),
+    "nulls": (dict.fromkeys(("messages", "prompt", "images", "label")), "no conversation: found nothing, expected"),
+    "parts of another type": ({"messages": [{**USER, "content": [{"type": "input_text"}]}, ANSWER]}, "has the part"),
     "XTuner": ({"conversation": [{"system": "x", "input": "Who?", "output": "You."}]}, "message 1: input is set"),
 }
 
@@ -212,6 +219,7 @@ def test_documented_forms_that_hold_more_are_refused_in_words(tmp_path: Path, un
     _, problems = prepared(tmp_path, unit, [*(row for row, _ in WRONG.values()), line(1)])
     for number, (name, (_, expected)) in enumerate(WRONG.items()):
         assert expected in problems[number], name
+        assert problems[number].count("\n") == 1 or "message" in expected, "one fault, one message"
     assert len(problems) == len(WRONG)
 
 
@@ -299,6 +307,10 @@ PLACED: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]]]] = {
     "ms-swift": (
         {"query": "<image><image>Compare.", "response": "Two.", "images": ["p/dog.png", "p/cat.png"]},
         [("p/dog.png", 0, 0), ("p/cat.png", 0, 0)],
+    ),
+    "Windows": (
+        {"query": "<image>", "response": "A cat.", "images": ["p\\cat.png"]},
+        [("p\\cat.png", 0, 0)],
     ),
     "after a system prompt": (
         {"instruction": "<image>", "output": "A cat.", "system": "Be brief.", "images": ["p/cat.png"]},

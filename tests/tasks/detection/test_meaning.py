@@ -149,12 +149,57 @@ def test_a_rotation_among_cvats_attributes_is_refused(tmp_path: Path) -> None:
                 assert len(read(where, form)[1]["train"]) == 2
 
 
+@pytest.mark.parametrize("form", ["coco", "parquet"])
+@pytest.mark.parametrize(("key", "value"), [("deleted", True), ("ignore", 1), ("rotation", 90)])
+def test_a_field_of_an_image_counts_like_one_of_a_box(tmp_path: Path, form: str, key: str, value: Any) -> None:
+    folder = write_samples(tmp_path / "in", form, NAMES, entry=(key, [value, type(value)(0), value]))
+    message = refusal(folder, form)
+    assert "2 invalid samples" in message
+    assert f"the image is {NO_PLAIN_BOX[key]} ({key} {value}); leave it out" in message
+
+
+@pytest.mark.parametrize("form", ["coco", "voc", "parquet"])
+def test_the_size_of_an_image_is_compared_where_annotations_have_it(tmp_path: Path, form: str) -> None:
+    folder = write_samples(tmp_path / "in", form, NAMES, entry=("width", [30, 30, 30]))
+    write_size = {"coco": '"width": 30', "voc": "<annotation>", "parquet": ""}[form]
+    for path in (*folder.rglob("*.json"), *folder.rglob("*.xml")):
+        more = ', "height": 40' if form == "coco" else "<size><width>30</width><height>40</height></size>"
+        write(path, path.read_text().replace(write_size, write_size + more))
+    for path in folder.rglob("*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.append_column("height", pa.array([40] * len(table))), path)
+    assert "the boxes may be of the image before its EXIF rotation" in refusal(folder, form)
+
+
+@pytest.mark.parametrize("tag", ["<name>lid</name>", "<bndbox><xmin>1</xmin></bndbox>"])
+def test_an_element_that_is_there_twice_in_an_object_is_refused(tmp_path: Path, tag: str) -> None:
+    folder = write_samples(tmp_path / "in", "voc", NAMES)
+    for path in folder.rglob("*.xml"):
+        write(path, path.read_text().replace("<object>", f"<object>{tag}"))
+    message = refusal(folder, "voc")
+    assert " is there twice (and 2 more" not in message, "three are named"
+    assert "train/a.xml: object 1: " in message
+    assert "is there twice" in message
+
+
+def test_one_fault_of_many_files_is_one_message(tmp_path: Path) -> None:
+    names = [f"{number}" for number in range(9)]
+    folder = write_samples(tmp_path / "in", "voc", {"train": names, "val": ["c"]}, field=("ignore", 1))
+    message = refusal(folder, "voc")
+    assert message.count("is to be ignored") == 1
+    assert "(and 9 more of this kind: train/1.xml, train/2.xml, train/3.xml and 6 more)" in message
+
+
 def test_yolo_has_only_keys_of_its_settings_and_what_is_no_box_is_refused(tmp_path: Path) -> None:
     folder = write_samples(tmp_path / "in", "yolo", NAMES)
     (folder / "classes.txt").unlink()
     write(folder / "data.yaml", "names: [cup]\nnc: 1\nkpt_shape: [17, 3]\n")
     assert read(folder, "yolo")[0]["unread_fields"] == {"data.yaml kpt_shape": 1}
     assert "data.yaml kpt_shape (1)" in refusal(folder, "yolo", strict=True)
+    write(folder / "data.yaml", "\ufeffnames: [cup]\r\n")
+    assert len(read(folder, "yolo")[1]["train"]) == 2
+    write(folder / "data.yaml", "names: [1]\n")
+    assert "names.0: input should be a valid string, found 1" in refusal(folder, "yolo")
     write(folder / "data.yaml", "names: [cup]\nnc: 5\n")
     assert "nc is 5, but names has 1" in refusal(folder, "yolo")
     write(folder / "data.yaml", "names: [cup]\n")
@@ -258,6 +303,9 @@ def test_imagesets_say_the_split_before_folders_and_names_may_have_spaces(tmp_pa
     assert names_of(read(folder, "voc")[1]) == {"train": ["c", "val_2"], "val": ["my photo 1"]}
     (folder / "ImageSets/Main/train.txt").rename(folder / "ImageSets/Main/trainval.txt")
     assert "no split: ImageSets/Main/trainval.txt" in refusal(folder, "voc")
+    (folder / "ImageSets/Main/trainval.txt").rename(folder / "ImageSets/Main/cup_train.txt")
+    (folder / "ImageSets/Main/val.txt").rename(folder / "ImageSets/Main/cup_val.txt")
+    assert "lists in ImageSets/Main, but no train.txt: ImageSets/Main/cup_train.txt" in refusal(folder, "voc")
 
 
 @pytest.mark.parametrize("root", ["..\\..\\label-studio\\media\\upload\\4\\", "/home/someone/export/images/", "./"])
@@ -316,7 +364,11 @@ def test_groups_are_held_out_together_and_are_refused_in_two_splits(tmp_path: Pa
         assert "no group by reader.group, (x" in refusal(folder, form, group="(x+)")
     names_of(read(split, form)[1])
     if form in ("yolo", "voc"):
-        assert "patient is None" in refusal(folder, form, group="patient")
+        assert "patient: the image has no value of it; a pattern" in refusal(folder, form, group="patient")
+    else:
+        nested = write_samples(tmp_path / "m", form, {"train": names}, entry=("of", [{"a": name} for name in patients]))
+        assert names_of(read(nested, form, group="of.a")[1]) == names_of(read(folder, form, group="patient")[1])
+    assert "it finds no name in" in refusal(folder, form, group="p(x)?")
     with pytest.raises(ValueError, match="no regular expression"):
         Reader(group="(a")
 

@@ -218,7 +218,7 @@ class _Images:
         """Name and bytes of an image, or its problem."""
         if not isinstance(value, str) or not value:
             return "", f"is {shown(value)}, expected the path of a file"
-        pure = PurePosixPath(value)
+        pure = PurePosixPath(value.replace("\\", "/"))
         if pure.is_absolute() or ".." in pure.parts:
             return value, f"is {shown(value)}, which leads out of the dataset's folder"
         path = self.folder

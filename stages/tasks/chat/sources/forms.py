@@ -6,7 +6,10 @@ in a message or in a part of its content.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from stages.core.errors import pluralize
@@ -47,6 +50,7 @@ FORMS = (
 BESIDE = ("system", "images", "image")
 """Keys that are read beside each form's."""
 TURNS = {key for form in FORMS for key in form.keys}
+READ = TURNS.union(BESIDE)
 
 REFUSED = {
     key: meaning
@@ -73,7 +77,7 @@ REFUSED = {
         "boxes for <bbox> in a text (ms-swift)": "objects",
         "tokens in place of text (TRL)": "input_ids attention_mask position_ids",
         "a system prompt under another name; `system` is read": (
-            "system_prompt system_message systemInstruction system_instruction preamble"
+            "system_prompt system_message system_instruction preamble"
         ),
         "texts that the question is about (Dolly, Cohere)": "context documents",
         "another conversation (Gemini, Cohere, axolotl)": "contents chat_history segments",
@@ -81,6 +85,8 @@ REFUSED = {
     for key in keys.split()
 }
 """Keys that change what is learnt in some trainer's format, by the names that these give them, with what they hold."""
+_IMAGE_TAG = re.compile(r"<img>[^<>]+</img>")
+"""An image in a text, as Qwen-VL and ms-swift 2 have it."""
 
 
 class Turn(NamedTuple):
@@ -110,7 +116,28 @@ def is_set(value: Any) -> bool:
 
 def unread_keys(content: Mapping[str, Any]) -> list[str]:
     """The keys of a row that are neither read nor refused."""
-    return [key for key, value in content.items() if is_set(value) and key not in {*TURNS, *BESIDE, *REFUSED}]
+    return [key for key, value in content.items() if is_set(value) and key not in READ and not _meaning(key)]
+
+
+@lru_cache(maxsize=4096)
+def _meaning(key: str) -> str | None:
+    """The meaning of a key that is refused, also in another case or without its underscores."""
+    plain = _plain(key)
+    if key not in READ and plain in _PLAIN_READ:
+        return f"another spelling of {_PLAIN_READ[plain]}, which is read"
+    return _PLAIN_REFUSED.get(plain)
+
+
+def _by_meaning(key: str) -> str:
+    return _meaning(key) or ""
+
+
+def _plain(key: str) -> str:
+    return re.sub("[-_ ]", "", key).lower()
+
+
+_PLAIN_READ = {_plain(key): key for key in READ}
+_PLAIN_REFUSED = {_plain(key): meaning for key, meaning in REFUSED.items()}
 
 
 def images_of(content: Mapping[str, Any]) -> list[Any]:
@@ -121,14 +148,17 @@ def images_of(content: Mapping[str, Any]) -> list[Any]:
 
 def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[str]:
     """The conversation of a row, or all its problems."""
-    form, count = form_of(content), len(images_of(content))
-    problems = [_refusal(key) for key, value in content.items() if key in REFUSED and is_set(value)]
+    keys = [key for key, value in content.items() if is_set(value)]
+    # LLaMA-Factory writes an empty list of tools as a text.
+    if refused := [key for key in keys if content[key] != "[]" and _meaning(key)]:
+        return [_refusal(*same) for _, same in groupby(sorted(refused, key=_by_meaning), _by_meaning)]
+    form, count, problems = form_of(content), len(images_of(content)), list[str]()
     if form is None:
-        keys = cut(", ".join(dotted([str(key)]) for key in content)) or "nothing"
-        return [*problems, f"no conversation: found {keys}, expected {', or '.join(map(str, FORMS))}"]
-    if beside := [key for key in content if key in TURNS.difference(form.keys) and is_set(content[key])]:
+        named = cut(", ".join(dotted([key]) for key in keys)) or "nothing"
+        return [f"no conversation: found {named}, expected {', or '.join(map(str, FORMS))}"]
+    if beside := [key for key in keys if key in TURNS.difference(form.keys)]:
         problems.append(f"{', '.join(beside)} beside {form}: a row has one conversation")
-    if is_set(content.get("images")) and is_set(content.get("image")):
+    if "images" in keys and "image" in keys:
         problems.append("image and images are both set")
     turns = [
         turn
@@ -141,18 +171,19 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
         positions = [(next((at for at, each in enumerate(messages) if each.role == "user"), 0), 0)] * count
     elif count != len(positions):
         problems.append(f"{pluralize(len(positions), 'place')} of an image, but {pluralize(count, 'image')}")
-    problems += _text_problems(messages, {number for number, _ in positions})
-    if not problems:
-        problems = order_problems(messages) or image_problems(messages, positions)
+    problems = problems or _text_problems(messages, {number for number, _ in positions})
+    problems = problems or order_problems(messages) or image_problems(messages, positions)
     unlearnt = tuple(number for number, turn in enumerate(turns) if not turn.learnt)
     if not problems and len(unlearnt) == sum(message.role == "assistant" for message in messages):
         problems = ["no turn is to be learnt"]
     return problems or ParsedConversation(messages, tuple(positions), unlearnt)
 
 
-def _refusal(key: Any, where: str = "") -> str:
-    meaning = f": {REFUSED[key]}" if key in REFUSED else ""
-    return f"{where}{dotted([str(key)])} is set, which this task does not read{meaning}"
+def _refusal(*keys: str, where: str = "") -> str:
+    """keys: of one meaning."""
+    meaning = f": {found}" if (found := _meaning(keys[0])) else ""
+    are = "is set, which this task does not read" if len(keys) == 1 else "are set, which this task does not read"
+    return f"{where}{', '.join(dotted([key]) for key in keys)} {are}{meaning}"
 
 
 def _sections(content: Mapping[str, Any], form: Form) -> Iterator[tuple[str, Any]]:
@@ -168,8 +199,8 @@ def _sections(content: Mapping[str, Any], form: Form) -> Iterator[tuple[str, Any
         return
     history = content.get("history") if "history" in form.optional else None
     for number, pair in enumerate(history if isinstance(history, list) else [history] if history else [], start=1):
-        sides = pair if isinstance(pair, list) and len(pair) == 2 else [pair, None]
-        for role, side in zip(("user", "assistant"), sides, strict=True):
+        sides = pair if isinstance(pair, list) and len(pair) == 2 else [pair]
+        for role, side in zip(("user", "assistant"), sides, strict=False):
             yield f"history, turn {number}", as_list(role, side)
     question, answer = form.needed
     asked = [content[key] for key in (question, "input") if key in form.keys and is_set(content.get(key))]
@@ -195,7 +226,7 @@ def _turns(name: str, value: Any, problems: list[str], *, placeholders: bool) ->
             problems.append(f"{where} has the role {shown(named)}, expected one of {', '.join(ROLES)}")
         text, offsets, wrong = _text(content, placeholders=placeholders)
         unread = [key for key, each in message.items() if key not in (*keys, *LEARNT) and is_set(each)]
-        problems += [f"{where} {problem}" for problem in wrong] + [_refusal(key, f"{where}: ") for key in unread]
+        problems += [f"{where} {problem}" for problem in wrong] + [_refusal(key, where=f"{where}: ") for key in unread]
         flags = {key: message[key] for key in LEARNT if message.get(key) is not None}
         if any(flag not in (0, 1) for flag in flags.values()) or len({bool(flag) for flag in flags.values()}) > 1:
             problems.append(f"{where} has {shown(flags)}, expected 1 or true to learn it, 0 or false not to")
@@ -218,7 +249,8 @@ def _text(content: Any, *, placeholders: bool) -> tuple[str, list[int], list[str
         elif kind != "text" or not isinstance(inner, str):
             problems.append(f"has the part {shown(part)}, expected a text or the place of an image")
             continue
-        problems += [_refusal(key, "has a part in which ") for key in part if key not in own and is_set(part[key])]
+        unread = [key for key in part if key not in own and is_set(part[key])]
+        problems += [_refusal(key, where="has a part in which ") for key in unread]
         for index, piece in enumerate((inner or "").split(PLACEHOLDER) if placeholders else [inner or ""]):
             offsets += [len(text)] * (index > 0)
             text += piece
@@ -227,7 +259,7 @@ def _text(content: Any, *, placeholders: bool) -> tuple[str, list[int], list[str
 
 def _text_problems(messages: Sequence[Message], with_images: set[int]) -> list[str]:
     texts = [message.content for message in messages]
-    markup = markup_problem(*texts)
+    markup, tag = markup_problem(*texts), next(filter(None, map(_IMAGE_TAG.search, texts)), None)
     return [
         *(["a text holds half of a surrogate pair"] if any(SURROGATE.search(text) for text in texts) else []),
         *(
@@ -236,4 +268,5 @@ def _text_problems(messages: Sequence[Message], with_images: set[int]) -> list[s
             if not text.strip() and number not in with_images
         ),
         *([markup] if markup else []),
+        *([f"a text holds {shown(tag[0])}; as an image, {PLACEHOLDER} with `images` is read"] if tag else []),
     ]

@@ -36,7 +36,11 @@ from stages.tasks.detection.sources.rows import (
     Row,
     no_plain_box,
     parse_row,
+    value_at,
 )
+
+SIZE = ("width", "height")
+"""Columns of a table that have the size of each image in pixels, if it has them."""
 
 FORMS = {"coco": coco, "yolo": yolo, "voc": voc}
 """Forms of folders in which images are files of their own, and their readers."""
@@ -143,10 +147,10 @@ def _read_parquet(folder: Path, columns: Columns, named: SplitParams, group: str
     def samples(paths: Sequence[Path]) -> Iterator[RawSample]:
         class_names = cache(_class_names)
         for path in paths:
-            others = [name for name in _column_names(read_schema(path)) if name not in required]
+            others = [name for name in _column_names(read_schema(path)) if name not in (*required, *SIZE)]
             inside = columns.image.partition(".")[0]
             unread.update({name: count_rows(path) for name in others if name.partition(".")[0] != inside})
-        also = list(NO_PLAIN_BOX)
+        also = [*NO_PLAIN_BOX, *SIZE]
         for place, row in read_parquet_files(folder, paths, required=required, expected=expected, also=also):
             yield place, row_of(row, str(place), columns, class_names(folder / place.file, columns.category) or ())
 
@@ -167,8 +171,9 @@ def _column_names(columns: Iterable[pa.Field], outer: str = "") -> Iterator[str]
 
 def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence[str]) -> Row:
     """names: of numbered categories."""
-    image, image_id = _at(row, columns.image), _at(row, columns.image_id) if columns.image_id else place
-    bboxes, categories = (_at(row, column) for column in (columns.boxes, columns.category))
+    image, image_id = value_at(row, columns.image), value_at(row, columns.image_id) if columns.image_id else place
+    bboxes, categories = (value_at(row, column) for column in (columns.boxes, columns.category))
+    width, height = (row.get(name) for name in SIZE)
 
     def named(category: Any) -> Any:
         return names[category] if isinstance(category, int) and 0 <= category < len(names) else category
@@ -180,7 +185,7 @@ def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence
         else:
             found = f"{columns.boxes} is {shown(bboxes)}, and {columns.category} {shown(categories)}"
             problems = [f"{found}; expected two lists of the same length"]
-    outer = _at(row, columns.boxes.rpartition(".")[0]) if "." in columns.boxes else row
+    outer = value_at(row, columns.boxes.rpartition(".")[0]) if "." in columns.boxes else row
     for index, (name, _, _) in enumerate(boxes):
         if fault := no_plain_box(_item(outer, index)):
             problems.append(f"{name} {fault}")
@@ -189,6 +194,7 @@ def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence
         image.get("bytes") if isinstance(image, Mapping) else image,
         boxes,
         problems,
+        (width, height) if isinstance(width, int) and isinstance(height, int) else None,
         entry=row,
     )
 
@@ -199,16 +205,6 @@ def _item(columns: Any, index: int) -> Mapping[str, Any]:
         return columns[index] if isinstance(columns[index], Mapping) else {}
     lists = ((name, each) for name, each in columns.items() if isinstance(each, list) and len(each) > index)
     return {name: each[index] for name, each in lists}
-
-
-def _at(value: Any, path: str) -> Any:
-    """The value of a field, or those of a list of structs."""
-    for step in path.split("."):
-        if isinstance(value, list):
-            value = [each.get(step) if isinstance(each, Mapping) else None for each in value]
-        else:
-            value = value.get(step) if isinstance(value, Mapping) else None
-    return value
 
 
 def _class_names(path: Path, column: str) -> list[str] | None:

@@ -189,6 +189,9 @@ def parse_row(row: Row, reader: Reader, form: BoxForm) -> DetectionRecord | list
     size = (image["width"], image["height"]) if image else None
     group, ungrouped = _group_of(row, reader.group)
     problems = [*row.problems, *image_problems, *_size_problems(row.size, size), *ungrouped]
+    # A list beside an image is of its boxes.
+    if fault := no_plain_box({key: value for key, value in row.entry.items() if not isinstance(value, list)}):
+        problems.append(f"the image {fault}")
     boxes: list[Box] = []
     for name, numbers, category in row.boxes:
         box = _parse_box(numbers, form, size)
@@ -220,11 +223,26 @@ def _group_of(row: Row, group: str | None) -> tuple[str, list[str]]:
         match = re.search(group, path)
         name = match[1] if match else None
     else:
-        name = row.entry.get(group)
+        name = value_at(row.entry, group)
     if isinstance(name, str | int) and name != "":
         return composed(str(name)), []
-    there = f"{path!r} does not match it" if "(" in group else f"{group} is {shown(name)}"
+    if "(" in group:
+        there = f"it finds no name in {path!r}"
+    elif name is None:
+        there = "the image has no value of it; a pattern of its path has parentheses"
+    else:
+        there = f"it is {shown(name)}, expected a text or a whole number"
     return "", [f"no group by reader.group, {group}: {there}"]
+
+
+def value_at(value: Any, path: str) -> Any:
+    """The value of a field, `outer.inner` for one of a struct, or those of a list of structs."""
+    for step in path.split("."):
+        if isinstance(value, list):
+            value = [each.get(step) if isinstance(each, Mapping) else None for each in value]
+        else:
+            value = value.get(step) if isinstance(value, Mapping) else None
+    return value
 
 
 def no_plain_box(fields: Mapping[str, Any]) -> str | None:

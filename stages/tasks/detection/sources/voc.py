@@ -13,9 +13,10 @@ from pathlib import PurePosixPath
 from typing import Any
 from xml.etree import ElementTree as ET
 
+from stages.core.errors import UserError, join_truncated
 from stages.core.records import shown
 from stages.data.names import composed
-from stages.data.sources import Place
+from stages.data.sources import READ_ON, Place
 from stages.data.texts import UnreadableText
 from stages.tasks.detection.sources.folder import SPLIT_WORDS, Folder, RawSample, Splits
 from stages.tasks.detection.sources.rows import BoxForm, has_value, no_plain_box
@@ -26,6 +27,7 @@ EXPECTED = "Pascal VOC: an XML file with the name of each image; train and val b
 READ = ("name", "bndbox", "filename", "size", "object")
 DESCRIBING = ("folder", "path", "source", "owner", "segmented", "pose", "truncated", "occluded")
 """Elements that are read, and those of the form's own that change nothing here."""
+CORNERS = tuple(f"bndbox/{corner}" for corner in ("xmin", "ymin", "xmax", "ymax"))
 _NUMBER = re.compile(r"-?[0-9]{1,9}(\.[0-9]{0,20})?")
 
 
@@ -40,11 +42,17 @@ def read(folder: Folder) -> Splits:
         path for path in folder.with_suffix(".xml") if path in annotated or folder.is_image(PurePosixPath(path).stem)
     ]
     lists: dict[str | None, list[str]] = defaultdict(list)
-    for path in folder.with_suffix(".txt"):
-        pure = PurePosixPath(path)
-        split = folder.split_named.get(path) or {**SPLIT_WORDS, "trainval": None}.get(pure.stem, "")
-        if pure.parts[-3:-1] == ("ImageSets", "Main") and split != "":
+    named = [path for path in folder.with_suffix(".txt") if PurePosixPath(path).parts[-3:-1] == ("ImageSets", "Main")]
+    for path in named:
+        split = folder.split_named.get(path) or {**SPLIT_WORDS, "trainval": None}.get(PurePosixPath(path).stem, "")
+        if split != "":
             lists["unused" if split in folder.named and path not in folder.split_named else split].append(path)
+    of_splits = [path for path in named if PurePosixPath(path).stem.rpartition("_")[2] in SPLIT_WORDS]
+    if of_splits and not lists:
+        raise UserError(
+            f"{folder.root} has lists in ImageSets/Main, but no train.txt: {join_truncated(of_splits, 3)}. Name those "
+            f"of each split: `splits` of the dataset in params.yaml, as {{train: ImageSets/Main/NAME.txt}}; {READ_ON}"
+        )
     if not lists:
         splits = folder.by_split(files, of_samples=True)
         return folder.splits(splits, "XML files", lambda paths: _samples(folder, paths))
@@ -70,7 +78,8 @@ def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, list[str]])
                 yield from _samples(folder, found)
             elif name:
                 which = f": {', '.join(found[:3])}" if found else ""
-                yield Place(path, number), [f"{len(found)} XML files have the name {name[:200]!r}{which}; expected one"]
+                wrong = f"{len(found)} XML files have the name {name[:200]!r}{which}; expected one, without its suffix"
+                yield Place(path, number), [wrong]
 
 
 def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:
@@ -97,6 +106,22 @@ def _content(element: ET.Element) -> dict[str, str]:
     return inner | {each.findtext("name") or "": (each.findtext("value") or "").strip() for each in pairs}
 
 
+def _text_of(element: ET.Element, name: str, path: str, problems: list[str]) -> str:
+    """The text of the only element at a path. Appends to `problems` if there are several. name: of `element`."""
+    if len(element.findall(path)) > 1:
+        problems.append(f"{name}: {path} is there twice")
+    return (element.findtext(path) or "").strip()
+
+
+def _numbers(element: ET.Element, name: str, paths: Sequence[str], problems: list[str]) -> tuple[float, ...] | None:
+    """The numbers at these paths; None if one is missing or wrong."""
+    texts = [_text_of(element, name, path, problems) for path in paths]
+    wrong = [each for each in zip(paths, texts, strict=True) if not _NUMBER.fullmatch(each[1])]
+    for path, found in wrong:
+        problems.append(f"{name}: {path} {f'is {shown(found)}, expected a number' if found else 'is missing'}")
+    return None if wrong else tuple(map(float, texts))
+
+
 def parse(text: str, unread: Counter[str]) -> tuple[list[tuple[str, Any, Any]], list[str], tuple[float, ...] | None]:
     """The fields `boxes`, `problems` and `size` of a row.
 
@@ -113,13 +138,6 @@ def parse(text: str, unread: Counter[str]) -> tuple[list[tuple[str, Any, Any]], 
         raise UnreadableText(f"<{root.tag[:80]}>, expected <annotation>")
     problems: list[str] = []
 
-    def numbers(element: ET.Element, name: str, *paths: str) -> tuple[float, ...] | None:
-        texts = [(element.findtext(path) or "").strip() for path in paths]
-        wrong = [each for each in zip(paths, texts, strict=True) if not _NUMBER.fullmatch(each[1])]
-        for path, found in wrong:
-            problems.append(f"{name}: {path} {f'is {shown(found)}, expected a number' if found else 'is missing'}")
-        return None if wrong else tuple(map(float, texts))
-
     def count(element: ET.Element) -> dict[str, str]:
         content = _content(element)
         there = (tag for tag, value in content.items() if has_value(value))
@@ -129,14 +147,15 @@ def parse(text: str, unread: Counter[str]) -> tuple[list[tuple[str, Any, Any]], 
     boxes: list[tuple[str, Any, Any]] = []
     count(root)
     for position, element in enumerate(root.findall("object"), start=1):
-        name, category, content = f"object {position}", (element.findtext("name") or "").strip(), count(element)
+        name, content = f"object {position}", count(element)
         if fault := no_plain_box(content):
             problems.append(f"{name} {fault}")
             continue
-        corners = numbers(element, name, *(f"bndbox/{corner}" for corner in ("xmin", "ymin", "xmax", "ymax")))
+        category = _text_of(element, name, "name", problems)
+        corners = _numbers(element, name, CORNERS, problems)
         if not category:
             problems.append(f"{name}: name is missing")
         elif corners:
             boxes.append((f"{name}: box", corners, category))
-    size = None if (sides := root.find("size")) is None else numbers(sides, "size", "width", "height")
+    size = None if (sides := root.find("size")) is None else _numbers(sides, "size", ("width", "height"), problems)
     return boxes, problems, size if size and all(size) else None  # 0 is some tools' word for unknown

@@ -50,7 +50,8 @@ class DataFile:
 
 def annotation_files(folder: Folder) -> list[str]:
     """The files that have the names of classes."""
-    yaml = [path for suffix in (".yaml", ".yml") for path in folder.with_content(suffix, rb"(?m)^names\s*:")]
+    names = rb"(?m)^(\xef\xbb\xbf)?names\s*:"
+    yaml = [path for suffix in (".yaml", ".yml") for path in folder.with_content(suffix, names)]
     return yaml or [path for path in folder.files if PurePosixPath(path).name in NAMES]
 
 
