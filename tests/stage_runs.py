@@ -4,6 +4,7 @@ from contextlib import chdir
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
@@ -11,13 +12,19 @@ from ruamel.yaml import YAML
 from tests import ROOT
 from tests.documents import write_yaml
 
+ANSWER_TOKENS = 64
+"""Enough for every reference answer of a box."""
+
 
 def run(stage: str, name: str) -> Result:
     return CliRunner().invoke(import_module(f"stages.{stage}").main, [name])
 
 
 def done(stage: str, name: str) -> None:
-    result = run(stage, name)
+    """Runs a stage that succeeds. The plan does not compare reference answers with the few tokens of `small_params`:
+    untrained models generate as many as they may."""
+    with patch("stages.memory.preview.require_answer_room", return_value=""):
+        result = run(stage, name)
     assert result.exit_code == 0, result.output + str(result.exc_info)
 
 
@@ -59,10 +66,11 @@ def write_workspace(folder: Path, raw: dict[str, Any]) -> None:
     (folder / "data/tiny").symlink_to(ROOT / "data/tiny")
 
 
-def small_params(vlm_dir: Path | None = None, *, root: str = f"{ROOT}/") -> dict[str, Any]:
+def small_params(vlm_dir: Path | None = None, *, root: str = f"{ROOT}/", max_new_tokens: int = 8) -> dict[str, Any]:
     """The shipped parameters, with less of everything.
 
     vlm_dir: in place of the shipped vision-language base. root: of the shipped bases and data; "" in a clone.
+    max_new_tokens: fewer than any answer has, unless stages run in processes of their own, whose plans refuse that.
     """
     raw = read_params(ROOT / "params.yaml")
     tiny = raw["profiles"]["tiny"]
@@ -75,7 +83,7 @@ def small_params(vlm_dir: Path | None = None, *, root: str = f"{ROOT}/") -> dict
             dataset["limit"] = {"train": 10, "val": 5}
     tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
     tiny["memory"]["micro_batch"] = 2
-    tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 192}
+    tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": max_new_tokens}
     tiny["validation_limit"] = {"samples": 2, "score_samples": 1}
     for recipe in raw["recipes"].values():
         recipe.update(effective_batch=4, epochs=1)

@@ -23,7 +23,7 @@ from stages.models.folders import remove_weights, weight_files
 from stages.planning.cards import usable_bytes
 from stages.train import read_base
 from tests.damage import flip
-from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
+from tests.stage_runs import ANSWER_TOKENS, all_the_way, done, read_params, refused, small_params, write_params
 from tests.training.two_processes import run_two
 
 pytestmark = pytest.mark.pipeline
@@ -281,6 +281,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_or_lowered(worksp
     tiny["memory"] |= {"precision": "bf16", "quantization": None, "attn": "auto", "gradient_checkpointing": True}
     # With features and without padding a micro-batch is too small to matter.
     tiny["memory"] |= {"optimizer": "paged_adamw_8bit", "features_gb": 0, "padding_free": "off"}
+    tiny["evaluation"]["max_new_tokens"] = ANSWER_TOKENS
 
     def set_fit(fit: str, memory_gb: float) -> None:
         tiny["memory"]["fit"] = fit

@@ -19,7 +19,7 @@ from stages.core.tasks import require_answer_format
 from stages.memory.fit import Fit, fitting_batch_size
 from stages.memory.predict import MemoryPredictor, capacity_bytes
 from stages.memory.stand_in import stand_in_batch, stand_in_processor
-from stages.models.prompts import check_carried, load_processor, require_image_model, require_room
+from stages.models.prompts import check_carried, load_processor, require_answer_room, require_image_model
 from stages.planning.resolve import resolve_plan
 from stages.training.batches import ConversationCollator
 
@@ -86,7 +86,7 @@ def preview(
         references = [collator.converse(each) for each in samples.read_split(data_dir, "val")]
         for each in references:
             check_carried(processor, each)
-        notes.append(require_room(processor, references, limit, setting))
+        notes.append(require_answer_room(processor, references, limit, setting))
         lengths = sorted(collator.lengths, reverse=True)
         batch_of = collator.largest_batch
     predict = MemoryPredictor(config=config, processor=processor, batch_of=batch_of, **options)

@@ -219,7 +219,9 @@ def count_tokens(processor: Processor, conversation: Conversation, *, max_length
     return length
 
 
-def require_room(processor: Processor, answered: Iterable[Conversation], max_new_tokens: int, setting: str) -> str:
+def require_answer_room(
+    processor: Processor, answered: Iterable[Conversation], max_new_tokens: int, setting: str
+) -> str:
     """The length of the longest reference answer, for the log.
 
     answered: conversations with their answers. setting: the path of max_new_tokens in params.yaml, for the UserError

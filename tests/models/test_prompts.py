@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.data.conversation import Conversation, message
-from stages.models.prompts import count_tokens, encode, load_processor, require_room, shortened
+from stages.models.prompts import count_tokens, encode, load_processor, require_answer_room, shortened
 from tests import ROOT
 
 # Qwen2.5-7B-Instruct's template renders a message like this: it adds its content to a text.
@@ -103,8 +103,8 @@ def test_reference_answers_that_no_model_could_give_are_refused_with_the_limit_t
     answers = [replace(asked("ai?"), messages=[message("assistant", "đi " * n)]) for n in [3] * 199 + [20, 20]]
     needed = len(tokenizer("đi " * 20)["input_ids"]) + 1
     for limit, longer in ((needed, 0), (needed - 1, 2)):
-        line = require_room(tokenizer, answers, limit, "evaluation.max_new_tokens")
+        line = require_answer_room(tokenizer, answers, limit, "evaluation.max_new_tokens")
         assert f"up to {needed} tokens" in line
         assert f"; {longer} of 201 are longer than max_new_tokens, {limit}" in line
     with pytest.raises(UserError, match=rf"3 of 202 .* Set evaluation.max_new_tokens: {needed} in params.yaml"):
-        require_room(tokenizer, [*answers, answers[-1]], needed - 1, "evaluation.max_new_tokens")
+        require_answer_room(tokenizer, [*answers, answers[-1]], needed - 1, "evaluation.max_new_tokens")

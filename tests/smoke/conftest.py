@@ -21,7 +21,7 @@ from stages.launcher.engines import CONTAINER_ENGINES
 from stages.planning.resolve import resolve_plan
 from tests.documents import write_yaml
 from tests.launcher.small_checkout import commit, run, wait_until
-from tests.stage_runs import small_params
+from tests.stage_runs import ANSWER_TOKENS, small_params
 from tests.workspaces import clone_checkout
 
 ENGINE = os.environ.get("ENGINE") or next(filter(shutil.which, CONTAINER_ENGINES), "docker")
@@ -83,7 +83,7 @@ def train(workspace: Path, code: str, *before: str, **more: str) -> subprocess.C
 def copy_of_checkout(place: Path) -> Path:
     """A clone of this checkout, uncommitted changes included, with less of everything; all of it is committed."""
     clone_checkout(place)
-    write_yaml(small_params(root=""), place / "params.yaml")
+    write_yaml(small_params(root="", max_new_tokens=ANSWER_TOKENS), place / "params.yaml")
     (place / "dvc.lock").unlink(missing_ok=True)
     commit(place)
     return place

@@ -32,7 +32,7 @@ from tests.launcher.small_checkout import (
     small_checkout,
     wait_until,
 )
-from tests.stage_runs import small_params
+from tests.stage_runs import ANSWER_TOKENS, small_params
 from tests.workspaces import Meanwhile, Workspace, clone_checkout, copy_folder, workspace_in
 
 pytestmark = [
@@ -284,7 +284,7 @@ def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_if_it_
     """Both nodes are this machine, whose name may be known by an address of a network card."""
     prepared = workspace_in(tmp_path / "prepared")
     clone_checkout(prepared.folder)
-    raw = small_params(root="")
+    raw = small_params(root="", max_new_tokens=ANSWER_TOKENS)
     raw["checkpoints"].update(every_minutes=None, every_steps=2)
     raw["recipes"][RECIPE]["epochs"] = 2
     write_yaml(raw, prepared.folder / "params.yaml")

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from tests import ROOT
 from tests.launcher.small_checkout import CALLER, run, small_checkout
-from tests.stage_runs import done, small_params, write_params
+from tests.stage_runs import ANSWER_TOKENS, done, small_params, write_params
 from tools.verify.__main__ import main
 
 TRAIN, EVALUATE = "train@r1-llm-only", "evaluate@r1-llm-only"
@@ -198,7 +198,7 @@ def test_an_edit_of_the_real_trainer(tiny_vlm: Path, tmp_path: Path, monkeypatch
     for name, value in CALLER.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    raw = small_params(tiny_vlm)
+    raw = small_params(tiny_vlm, max_new_tokens=ANSWER_TOKENS)
     raw["recipes"]["r1-llm-only"].update(epochs=2, validation=None)
     write_params(raw)
     done("base", "vlm")
