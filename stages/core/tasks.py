@@ -40,8 +40,11 @@ def require_answer_format(samples: ModuleType, answer_format: str | None, path: 
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class NoSettings:
-    """`reader` of a dataset whose task has no settings of its own."""
+class PlainReader:
+    """`reader` of a dataset whose task has no further settings."""
+
+    strict: bool = False
+    """Whether fields that only describe, and are not read, are refused; otherwise they are counted."""
 
 
 def reader_of(sources: ModuleType, dataset: DatasetParams, path: str) -> Any:
@@ -51,7 +54,7 @@ def reader_of(sources: ModuleType, dataset: DatasetParams, path: str) -> Any:
     """
     if wrong := dataset_problems(sources, dataset, path):
         raise refusal(Path("params.yaml"), wrong)
-    return parse(getattr(sources, "Reader", NoSettings), dataset.reader)
+    return parse(getattr(sources, "Reader", PlainReader), dataset.reader)
 
 
 def dataset_problems(sources: ModuleType, dataset: DatasetParams, path: str) -> dict[str, str]:
@@ -59,7 +62,7 @@ def dataset_problems(sources: ModuleType, dataset: DatasetParams, path: str) -> 
     wrong = {}
     if dataset.mix and not hasattr(sources, "mix"):
         wrong[f"{path}.mix"] = f"datasets of the task {dataset.task} cannot be mixed"
-    kind = getattr(sources, "Reader", NoSettings)
+    kind = getattr(sources, "Reader", PlainReader)
     try:
         parse(kind, dataset.reader)
     except ValidationError as error:

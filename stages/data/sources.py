@@ -190,6 +190,11 @@ def files_by_split(
     return found
 
 
+def is_set(value: Any) -> bool:
+    """Whether a field has a value: tables have nulls and empty lists where JSON has no key."""
+    return value is not None and value not in ("", [], {})
+
+
 def describe_folder(folder: Path) -> str:
     """The files in a folder, by kind: `it holds 12 .jpg files (1.jpg, ...)`. Links are not followed."""
     walked = (Path(here, name) for here, _, names in os.walk(folder) for name in names)

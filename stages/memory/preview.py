@@ -84,8 +84,7 @@ def preview(
         notes.append(collator.length_summary())
         limit, setting = params.active.evaluation.max_new_tokens, f"profiles.{params.profile}.evaluation.max_new_tokens"
         references = [collator.converse(each) for each in samples.read_split(data_dir, "val")]
-        for each in references:
-            check_carried(processor, each)
+        check_carried(processor, references)
         notes.append(require_answer_room(processor, references, limit, setting))
         lengths = sorted(collator.lengths, reverse=True)
         batch_of = collator.largest_batch

@@ -360,14 +360,21 @@ def check_chat_template(folder: Path) -> None:
         )
 
 
-def check_carried(processor: Processor, conversation: Conversation) -> None:
-    """Raises UserError for an answered conversation that the chat template does not render as its prompt and then the
-    answer, or a message of which it leaves out or changes: Qwen3's keeps no thinking in earlier answers."""
+def check_carried(processor: Processor, conversations: Iterable[Conversation]) -> None:
+    """Raises UserError if the chat template does not render one of these answered conversations as its prompt and then
+    the answer, or leaves out or changes a message of it: Qwen3's keeps no thinking in earlier answers."""
+    problems = [problem for each in conversations if (problem := _not_carried(processor, each))]
+    if problems:
+        others = f"; {len(problems) - 1:,} more of the samples are like it" if len(problems) > 1 else ""
+        raise UserError(problems[0] + others)
+
+
+def _not_carried(processor: Processor, conversation: Conversation) -> str | None:
     prompt = rendered(processor, replace(conversation, messages=conversation.messages[:-1]))
     text, place = rendered(processor, conversation), 0
     base = tokenizer_of(processor).name_or_path
     if not text.startswith(prompt):
-        raise UserError(
+        return (
             f"sample {conversation.sample_id}: by the chat template of {base}, a model would be trained on "
             f"...{text[-200:]!r}, but prompted with ...{prompt[-100:]!r}, which is no beginning of it; leave out of "
             "the answer what the template changes, such as <think>"
@@ -375,11 +382,12 @@ def check_carried(processor: Processor, conversation: Conversation) -> None:
     for number, turn in enumerate(conversation.messages, start=1):
         for part in (part["text"].strip() for part in turn["content"] if "text" in part):
             if (place := text.find(part, place)) < 0:
-                raise UserError(
+                return (
                     f"sample {conversation.sample_id}: the chat template of {base} leaves out or changes a part of "
                     f"message {number}, {shown(part)}"
                 )
             place += len(part)
+    return None
 
 
 def accepts(processor: Processor, conversation: Conversation) -> bool:

@@ -121,10 +121,9 @@ class ConversationCollator:
         Raises UserError naming the first sample that is longer than max_length, or cannot be learnt as it is: now, not
         hours into the training.
         """
+        check_carried(self.processor, map(self.converse, self.records))
         lengths = []
-        for record in self.records:
-            conversation = self.converse(record)
-            check_carried(self.processor, conversation)
+        for conversation in map(self.converse, self.records):
             if self.loss == "all-tokens" and conversation.unlearnt:
                 raise UserError(
                     f"sample {conversation.sample_id} has turns that are not to be learnt, which loss all-tokens would "

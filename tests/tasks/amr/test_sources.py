@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import UserError
+from stages.core.tasks import PlainReader
 from stages.tasks.amr.samples import read_split
 from stages.tasks.amr.samples.blocks import read_blocks
 from tests.tasks import prepare, refusal
@@ -66,6 +67,9 @@ def test_corpora_of_the_ldc_are_read(tmp_path: Path) -> None:
     ]
     assert train[1].canonical == "(b / bye-03 :ARG0 (y / you))"
     assert stats["unused_files"] == ["test.txt"]
+    assert stats["unread_fields"] == {"::date": 1, "::save-date": 1}
+    strict = refusal("amr", f"folder:{source}", tmp_path / "strict", reader=PlainReader(strict=True))
+    assert "fields that are not read: ::date (1), ::save-date (1)" in strict
 
 
 def test_ids_that_several_samples_have_are_replaced_by_their_places(tmp_path: Path) -> None:

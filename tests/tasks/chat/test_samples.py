@@ -128,10 +128,14 @@ def test_thinking_that_a_template_takes_out_of_an_answer_is_named(
     turns = tuple(map(Message, ("user", "assistant") * 2, texts))
     record = Record(id="a", messages=turns, group="", file="a", number=1)
     collate = ConversationCollator(
-        processor, [record], partial(conversation, answered=True), loss="assistant-only", max_length=1000
+        processor,
+        [record, replace(record, id="b")],
+        partial(conversation, answered=True),
+        loss="assistant-only",
+        max_length=1000,
     )
     if family == "qwen3":
-        with pytest.raises(UserError, match=problem):
+        with pytest.raises(UserError, match=f"(?s)({problem}).*; 1 more of the samples are like it"):
             _ = collate.lengths
     else:
         assert THOUGHT[-2:] in rendered(processor, conversation(record, answered=True))

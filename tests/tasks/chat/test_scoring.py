@@ -60,6 +60,7 @@ def test_chrf_counts_recall_twice() -> None:
         (ORDER.replace("ế", "e\u0302\u0301"), 1),
         (ORDER.replace("ế", "\\u0065\\u0302\\u0301"), 1),
         (f"Here it is: {ORDER}", 0),
+        (ORDER.replace("{", '{"count": 2, ', 1), 0),
         ("", 0),
         ("[" * 100_000, 0),
     ],

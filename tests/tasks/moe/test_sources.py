@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from stages.core.params.schema import LimitParams
+from stages.core.tasks import PlainReader
 from stages.tasks.moe.samples import Record, read_split
 from tests import ROOT
 from tests.tasks import prepare, refusal, write_lines
@@ -51,6 +52,37 @@ def test_longbench_is_read_and_files_that_say_so_are_the_splits(tmp_path: Path) 
     assert [record.id for record in read_split(tmp_path / "out", "val")] == ["val.jsonl:1", "val.jsonl:3"]
     assert stats["validation"] == "val.jsonl"
     assert stats["unused_files"] == ["test.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "unread"),
+    [
+        ([{**yale(f"{number}", "What?"), "topic_list": [{"topic": "x"}]} for number in range(9)], {"topic_list": 9}),
+        (
+            [{**longbench(number), "length": number, "language": None} for number in range(9)],
+            {"length": 9},
+        ),
+        (
+            [
+                yale(f"{number}") | {"specific_query_list": [{"query": "Why?", "answer": f"{number}", "span": [1]}]}
+                for number in range(9)
+            ],
+            {"specific_query_list.span": 9},
+        ),
+        (None, {"Type": 30}),
+    ],
+)
+def test_other_fields_are_counted_and_refused_on_request(
+    tmp_path: Path, rows: list[dict[str, Any]] | None, unread: dict[str, int]
+) -> None:
+    if rows is None:
+        write_table(tmp_path / "in/q.csv", *QUESTIONS)
+    else:
+        write_lines(tmp_path / "in/q.jsonl", *rows)
+    stats = prepare("moe", f"folder:{tmp_path / 'in'}", out_dir=tmp_path / "out")
+    assert stats["unread_fields"] == unread
+    message = refusal("moe", f"folder:{tmp_path / 'in'}", tmp_path / "strict", reader=PlainReader(strict=True))
+    assert f"fields that are not read: {', '.join(f'{name} ({count})' for name, count in unread.items())}" in message
 
 
 def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) -> None:

@@ -39,6 +39,12 @@ def read_lines(path: Path) -> list[str]:
     return re.split(r"\r\n|\r|\n", read_text(path))  # not splitlines(), which also splits a sentence at U+2028
 
 
+def unread_fields(line: str) -> list[str]:
+    """The names of the fields of a comment that are not read, such as `::tok` of the LDC's corpora."""
+    named = re.findall(r"(?<!\S)::(\S+)", line) if _COMMENT.match(line) and not _SENTENCE.match(line) else []
+    return [f"::{name}" for name in named if name != "id"]
+
+
 def read_blocks(lines: list[str]) -> Iterator[Block]:
     """Sentences with their graphs, in order, faulty or not. A block ends before the next sentence or id."""
     block: Block | None = None

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams
-from stages.core.tasks import NoSettings
+from stages.core.tasks import PlainReader
 from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
 from stages.data.sources import Place, source_folder
 from stages.data.texts import markup_problem
 from stages.tasks.amr.samples import ANSWER_FORMATS, SCHEMA, Record, encode, parse_record
-from stages.tasks.amr.samples.blocks import Block, read_blocks, read_lines
+from stages.tasks.amr.samples.blocks import Block, read_blocks, read_lines, unread_fields
 from stages.tasks.amr.samples.graphs import MalformedGraph
 
 
@@ -42,7 +43,7 @@ RULES = Rules(
 )
 
 
-def read(dataset: DatasetParams, _: NoSettings) -> RawDataset[Record]:
+def read(dataset: DatasetParams, reader: PlainReader) -> RawDataset[Record]:
     """The corpus of `folder:PATH`: train*.txt and val*, dev* or test*.txt.
 
     Without a validation file a share of the training sentences is held out. A sample whose id is not unique gets
@@ -50,13 +51,19 @@ def read(dataset: DatasetParams, _: NoSettings) -> RawDataset[Record]:
     """
     known = "folder:PATH (the corpora are not on the hub: put their text files into a folder)"
     folder = source_folder(dataset.source, known=known)
-    found = read_text_files(dataset, folder, given_files(folder, "*.txt"), _read_file, RULES)
+    unread = Counter[str]()
+    read_file = partial(_read_file, unread=unread)
+    found = read_text_files(dataset, folder, given_files(folder, "*.txt"), read_file, RULES)
+    found = replace(found, unread_fields=unread, strict=reader.strict)
     counts = Counter(record.id for record in found.records())
     return found.mapped(lambda each: each if counts[each.id] == 1 else replace(each, id=f"{each.file}:{each.line}"))
 
 
-def _read_file(path: Path) -> Iterator[Sample[Record]]:
-    blocks = list(read_blocks(read_lines(path)))
+def _read_file(path: Path, unread: Counter[str]) -> Iterator[Sample[Record]]:
+    """unread: counts the fields of comments that are not read."""
+    lines = read_lines(path)
+    unread.update(name for line in lines for name in unread_fields(line))
+    blocks = list(read_blocks(lines))
     if not any(block.sentence is not None for block in blocks):
         yield Place(path.name), ["no sentence; expected #::snt lines, each above its graph"]
         return

@@ -17,7 +17,7 @@ import pyarrow as pa
 from PIL import Image
 
 from stages.core.families import family_of
-from stages.core.records import shown
+from stages.core.records import distinct, shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
 from stages.data.near import Description, describe_text
@@ -219,17 +219,19 @@ def json_fields(text: str) -> Fields | None:
     """The fields of a JSON document: its values, with the names and indices that lead to them. An empty list or object
     is a field too.
 
-    None for a text that is not JSON (RFC 8259: no NaN, only white space around the document).
+    None for a text that is not JSON (RFC 8259: no NaN, only white space around the document), or has a key twice, as
+    readers differ in which of the two they take.
     """
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
     try:
-        waiting: list[tuple[tuple[str | int, ...], Any]] = [((), json.loads(text, parse_constant=refuse))]
+        document = json.loads(text, parse_constant=refuse, object_pairs_hook=distinct)
     except (ValueError, RecursionError):
         return None
     fields: Fields = set()
+    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
     while waiting:  # not by recursion: an answer may nest as deep as it is long
         path, value = waiting.pop()
         if isinstance(value, dict | list) and value:

@@ -31,18 +31,7 @@ from stages.data.prepared import RawDataset, Rules, Sample, connected, read_text
 from stages.data.sources import READ_ON, Place, describe_folder, parquet_folder
 from stages.data.texts import TEXT_METRICS, TextMetric, json_objects, read_text
 from stages.tasks.chat.samples import IMAGES, SCHEMA, UNLEARNT, MessageImage, Record, json_fields
-from stages.tasks.chat.sources.forms import (
-    PLACEHOLDER,
-    images_of,
-    parse_conversation,
-    unread_keys,
-)
-from stages.tasks.chat.sources.forms import (
-    ParsedConversation as ParsedConversation,
-)
-from stages.tasks.chat.sources.forms import (
-    is_set as is_set,
-)
+from stages.tasks.chat.sources.forms import PLACEHOLDER, images_of, parse_conversation, unread_keys
 
 MAX_IMAGE_BYTES = 2**30
 """Limit of one image file."""
@@ -166,7 +155,7 @@ def _sample(
     if isinstance(parsed, list):
         return place, problems
     if "json" in reader.metrics and json_fields(answer := parsed.messages[-1].content) is None:
-        problems.append(f"the answer is no JSON, which the dataset's metrics need: {shown(answer)}")
+        problems.append(f"the answer is no JSON, or has a key twice; the dataset's metrics need it: {shown(answer)}")
     if problems:
         return place, problems
     return place, Record(

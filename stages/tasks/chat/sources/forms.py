@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from stages.core.errors import pluralize
 from stages.core.records import cut, dotted, shown
+from stages.data.sources import is_set
 from stages.data.texts import SURROGATE, markup_problem
 from stages.tasks.chat.samples import Message, image_problems, order_problems
 
@@ -107,11 +108,6 @@ class ParsedConversation(NamedTuple):
 def form_of(content: Mapping[str, Any]) -> Form | None:
     """The first form whose keys a row has."""
     return next((form for form in FORMS if all(content.get(key) not in (None, []) for key in form.needed)), None)
-
-
-def is_set(value: Any) -> bool:
-    """Whether there is a value: tables have nulls and empty lists where JSON has no key."""
-    return value is not None and value not in ("", [], {})
 
 
 def unread_keys(content: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from stages.core.errors import UserError, pluralize
 from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams
 from stages.core.records import dotted, shown
-from stages.core.tasks import NoSettings
+from stages.core.tasks import PlainReader
 from stages.data.prepared import RawDataset, Rules, Sample, read_origin, read_text_files
-from stages.data.sources import READ_ON, Place, describe_folder, source_folder
+from stages.data.sources import READ_ON, Place, describe_folder, is_set, source_folder
 from stages.data.texts import SURROGATE, json_objects, markup_problem, read_text
 from stages.tasks.moe.samples import SCHEMA, Domain, Record, read_split
 
@@ -94,7 +95,7 @@ def mix(parts: Mapping[str, int | None], prepared_dir: Path, *, with_selection: 
     )
 
 
-def read(dataset: DatasetParams, _: NoSettings) -> RawDataset[Record]:
+def read(dataset: DatasetParams, reader: PlainReader) -> RawDataset[Record]:
     """The files of one domain in `folder:PATH`: TruthfulQA's CSV or QMSum's JSONL.
 
     Files train* and val*, dev* or test* are the two splits. Without train files a share of all questions is held out,
@@ -107,7 +108,9 @@ def read(dataset: DatasetParams, _: NoSettings) -> RawDataset[Record]:
         raise UserError(f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; {READ_ON}")
     if len({path.suffix for path in files}) > 1:
         raise UserError(f"{folder} holds two domains, but a dataset is of one; make a folder of each")
-    return read_text_files(dataset, folder, files, read_corpus, RULES, named_train=False)
+    unread = Counter[str]()
+    found = read_text_files(dataset, folder, files, partial(read_corpus, unread=unread), RULES, named_train=False)
+    return replace(found, unread_fields=unread, strict=reader.strict)
 
 
 def _limited(records: Sequence[Record], count: int | None) -> list[Record]:
@@ -120,10 +123,10 @@ def _order(record: Record) -> tuple[str, str]:
     return record.key(), record.id
 
 
-def read_corpus(path: Path) -> Iterator[Sample[Record]]:
-    """The samples of a file. Raises as read_text does."""
+def read_corpus(path: Path, unread: Counter[str]) -> Iterator[Sample[Record]]:
+    """The samples of a file. unread: counts the fields that are not read. Raises as read_text does."""
     text = read_text(path)
-    unit, samples = ("line", _truthfulqa(text)) if path.suffix == ".csv" else _qmsum(text)
+    unit, samples = ("line", _truthfulqa(text, unread)) if path.suffix == ".csv" else _qmsum(text, unread)
     for line, suffix, found in samples:
         place = Place(path.name, line, unit)
         if isinstance(found, str):
@@ -147,7 +150,7 @@ def _problem(record: Record) -> str | None:
     return next((problem for problem, found in checks.items() if found), markup_problem(*texts))
 
 
-def _truthfulqa(text: str) -> Iterator[tuple[int, str, Found]]:
+def _truthfulqa(text: str, unread: Counter[str]) -> Iterator[tuple[int, str, Found]]:
     """(line, suffix of the id, sample): the suffix distinguishes samples of one line."""
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     columns: list[str] = []
@@ -164,6 +167,7 @@ def _truthfulqa(text: str) -> Iterator[tuple[int, str, Found]]:
                 yield line, "", f"{len(row)} fields, expected the {len(columns)} of the first line"
             else:
                 fields = dict(zip(columns, row, strict=True))
+                _count(unread, fields, COLUMNS)
                 question, best, correct, incorrect = (fields[name].strip() for name in COLUMNS)
                 yield line, "", _record("truthfulqa", question, None, best, _answers(correct), _answers(incorrect))
     except csv.Error as error:
@@ -175,25 +179,33 @@ def _answers(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(answer.strip() for answer in text.split(";") if answer.strip()))
 
 
-def _qmsum(text: str) -> tuple[str, Iterator[tuple[int, str, Found]]]:
+def _count(unread: Counter[str], fields: Mapping[str, Any], read: Iterable[str], outer: str = "") -> None:
+    unread.update(f"{outer}{name}" for name, value in fields.items() if name not in read and is_set(value))
+
+
+def _qmsum(text: str, unread: Counter[str]) -> tuple[str, Iterator[tuple[int, str, Found]]]:
     unit, objects = json_objects(text)
-    return unit, _queries(objects)
+    return unit, _queries(objects, unread)
 
 
-def _queries(objects: Iterable[tuple[int, dict[str, Any] | str]]) -> Iterator[tuple[int, str, Found]]:
+def _queries(
+    objects: Iterable[tuple[int, dict[str, Any] | str]], unread: Counter[str]
+) -> Iterator[tuple[int, str, Found]]:
     for line, found in objects:
         if isinstance(found, str):
             yield line, "", found
         elif MEETING[0] in found and set(MEETING[1:]) & set(found):
-            for number, sample in enumerate(_meeting(found), start=1):
+            _count(unread, found, MEETING)
+            for number, sample in enumerate(_meeting(found, unread), start=1):
                 yield line, f".{number}", sample
         elif set(LONGBENCH) <= set(found):
+            _count(unread, found, (*LONGBENCH, "dataset"))
             yield line, "", _longbench(found)
         else:
             yield line, "", f"neither {_keys(MEETING)} nor {_keys(LONGBENCH)}; found {_keys(found)}"
 
 
-def _meeting(content: Mapping[str, Any]) -> Iterator[Found]:
+def _meeting(content: Mapping[str, Any], unread: Counter[str]) -> Iterator[Found]:
     turns = content[MEETING[0]]
     if not isinstance(turns, list) or not all(_has_texts(turn, "speaker", "content") for turn in turns):
         yield f"{MEETING[0]} is no list of a speaker and a content each"
@@ -206,6 +218,7 @@ def _meeting(content: Mapping[str, Any]) -> Iterator[Found]:
             continue
         for number, query in enumerate(queries, start=1):
             if _has_texts(query, "query", "answer"):
+                _count(unread, query, ("query", "answer"), f"{name}.")
                 answer = query["answer"].strip()
                 yield _record("qmsum", query["query"].strip(), transcript, answer, (answer,))
             else:
