@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -41,8 +42,16 @@ def missing_columns(path: Path, required: Sequence[str]) -> list[str]:
 
     Raises UserError if the file is not parquet.
     """
-    columns = pa.struct(list(read_schema(path)))
-    return [name for name in required if not _has_column(columns, name.split("."))]
+    names = set(column_names(read_schema(path)))
+    return [name for name in required if name not in names]
+
+
+def column_names(columns: Iterable[pa.Field], outer: str = "") -> Iterator[str]:
+    """The name of each column, and `outer.inner` of each field of a struct, or of a list of structs."""
+    for column in columns:
+        yield f"{outer}{column.name}"
+        inner = _unlisted(column.type)
+        yield from column_names(inner, f"{outer}{column.name}.") if pa.types.is_struct(inner) else ()
 
 
 def read_schema(path: Path, *, fix: str = _FETCH) -> pa.Schema:
@@ -64,8 +73,9 @@ def read_rows(path: Path, columns: Sequence[str] | None = None, *, fix: str = _F
     """
     with _open(path, fix) as file:
         try:
-            if twice := next(_repeated(file.schema_arrow), None):
-                raise UserError(f"{path} has the column {twice!r} twice; rename or remove one of them")
+            # Rows as mappings would keep the value of the last one.
+            if twice := [name for name, count in Counter(column_names(file.schema_arrow)).items() if count > 1]:
+                raise UserError(f"{path} has the column {twice[0]!r} twice; rename or remove one of them")
             rows = _rows_at_once(file, columns, path)
             for batch in file.iter_batches(batch_size=rows, columns=list(columns) if columns else None):
                 batch.validate(full=True)
@@ -121,25 +131,6 @@ def _open(path: Path, fix: str = _FETCH) -> pq.ParquetFile:
         return pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False)
     except READING_ERRORS as error:
         raise UserError(f"{path} cannot be read as parquet: {error}; {fix}") from error
-
-
-def _has_column(struct: pa.StructType, steps: Sequence[str]) -> bool:
-    index = int(struct.get_field_index(steps[0]))  # -1 where there is none
-    if index < 0 or len(steps) == 1:
-        return index >= 0
-    inner = _unlisted(struct.field(index).type)
-    return bool(pa.types.is_struct(inner)) and _has_column(inner, steps[1:])
-
-
-def _repeated(columns: Iterable[pa.Field]) -> Iterator[str]:
-    """Names that columns, or fields of a struct, share: rows as mappings would keep the last one's value."""
-    names: set[str] = set()
-    for column in columns:
-        if column.name in names:
-            yield column.name
-        names.add(column.name)
-        inner = _unlisted(column.type)
-        yield from _repeated(inner) if pa.types.is_struct(inner) else ()
 
 
 def _unlisted(kind: pa.DataType) -> pa.DataType:

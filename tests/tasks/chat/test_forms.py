@@ -288,7 +288,7 @@ def test_a_table_with_a_column_twice_is_refused(tmp_path: Path) -> None:
     inner = pa.StructArray.from_arrays([["user"], ["user"], ["x"]], names=["role", "role", "content"])
     pq.write_table(pa.table({"messages": pa.ListArray.from_arrays([0, 1], inner)}), tmp_path / "train.parquet")
     message = refusal("chat", f"folder:{tmp_path}", tmp_path / "out")
-    assert "train.parquet has the column 'role' twice" in message
+    assert "train.parquet has the column 'messages.role' twice" in message
 
 
 CAT, DOG = png(), png((20, 220, 20))

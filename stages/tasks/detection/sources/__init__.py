@@ -12,13 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams, SplitParams
 from stages.core.records import cut, nearest, shown
-from stages.data.parquet import count_rows, read_schema
+from stages.data.parquet import column_names, count_rows, read_schema
 from stages.data.prepared import RawDataset, Rules, Sample
 from stages.data.sources import READ_ON, describe_folder, files_by_split, parquet_folder, read_parquet_files
 from stages.data.texts import markup_problem
@@ -145,28 +143,25 @@ def _read_parquet(folder: Path, columns: Columns, named: SplitParams, group: str
     required += [group] if group and "(" not in group else []
 
     def samples(paths: Sequence[Path]) -> Iterator[RawSample]:
-        class_names = cache(_class_names)
+        class_names, also = cache(_class_names), set(SIZE)
         for path in paths:
-            others = [name for name in _column_names(read_schema(path)) if name not in (*required, *SIZE)]
+            names = list(column_names(read_schema(path)))
+            at_box = ("", columns.boxes.rpartition(".")[0])
+            parts = {name: name.rpartition(".") for name in names}
+            checked = {
+                name for name, (where, _, key) in parts.items() if where in at_box and key.lower() in NO_PLAIN_BOX
+            }
+            also |= checked
+            outer = {where for where, _, _ in parts.values()}
+            others = [name for name in names if name not in {*required, *SIZE, *outer, *checked}]
             inside = columns.image.partition(".")[0]
             unread.update({name: count_rows(path) for name in others if name.partition(".")[0] != inside})
-        also = [*NO_PLAIN_BOX, *SIZE]
-        for place, row in read_parquet_files(folder, paths, required=required, expected=expected, also=also):
+        for place, row in read_parquet_files(folder, paths, required=required, expected=expected, also=sorted(also)):
             yield place, row_of(row, str(place), columns, class_names(folder / place.file, columns.category) or ())
 
     files = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
     chosen = files_by_split(folder, files, named, expected=expected)
     return Splits(samples={split: samples(paths) for split, paths in chosen.items()}, fields=unread)
-
-
-def _column_names(columns: Iterable[pa.Field], outer: str = "") -> Iterator[str]:
-    """`name`, or `outer.inner` for each field of a struct, or of a list of structs."""
-    for column in columns:
-        kind = column.type
-        while pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            kind = kind.value_type
-        name = f"{outer}{column.name}"
-        yield from _column_names(kind, f"{name}.") if pa.types.is_struct(kind) else [name]
 
 
 def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence[str]) -> Row:
