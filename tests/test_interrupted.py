@@ -239,7 +239,7 @@ def test_an_evaluation_and_a_merge_that_run_out_of_memory_generate_fewer_at_once
     metrics = read(workspace / "data/runs/base-vlm/metrics.json")
     assert (metrics["samples"], metrics["batch_size"], metrics["attempt"]) == (5, 1, 1)
 
-    change_plan(workspace, schedule={"num_steps": 1, "warmup_steps": 0})
+    change_plan(workspace, schedule={"num_steps": 1, "warmup_steps": 0}, validation=None)
     done("train", RECIPE)
     assert down_the_ladder(Engine(after_the_first_answers), "merge", RECIPE, workspace) == 0
     cost = read(workspace / "data/runs" / RECIPE / "merge.json")["quantization_cost"]
