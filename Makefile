@@ -125,6 +125,8 @@ report: ## Open the last comparison in a browser (TASK=)
 in_parallel := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Processes that share the cores compute with one thread each: with two, small models take half as long again.
 one_thread := OMP_NUM_THREADS=1
+# Below /tmp a stage in Apptainer could write anywhere in its workspace.
+smoke_dir := build/smoke-$(or $(ENGINE),auto)
 
 .PHONY: test
 test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
@@ -159,7 +161,8 @@ bench: setup
 .PHONY: smoke
 smoke: setup-dev
 	@TARGET=cpu $(python) -m tools.image
-	@$(offline) $(one_thread) $(python) -m pytest -m engine $(in_parallel) tests/smoke $(ARGS)
+	@mkdir -p build
+	@$(offline) $(one_thread) $(python) -m pytest -m engine $(in_parallel) --basetemp $(smoke_dir) tests/smoke $(ARGS)
 
 # Check style, format and which part may import which
 .PHONY: lint
@@ -187,8 +190,8 @@ lock: setup
 # Remove results and tool caches; .venv and DVC's cache stay
 .PHONY: clean
 clean:
-	rm -rf data/.outputs data/bases data/builds data/prepared data/runs data/predictions data/provenance data/published data/report
-	rm -rf .bakeoff/checkpoints .bakeoff/logs .bakeoff/triton .bakeoff/verify
+	rm -rf data/bases data/builds data/prepared data/runs data/predictions data/provenance data/published data/report
+	rm -rf .bakeoff/checkpoints .bakeoff/logs .bakeoff/stages .bakeoff/triton .bakeoff/verify
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	find stages tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 

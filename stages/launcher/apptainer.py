@@ -22,7 +22,7 @@ import psutil
 from stages.core.environment import TMP_DIR
 from stages.core.errors import UserError
 from stages.core.signals import ENDING
-from stages.launcher.container import INSIDE, Mount, NoImage, NotUsable, Outputs, SealedEngine, run_client
+from stages.launcher.container import Mount, NoImage, NotUsable, SealedEngine, StageFolder, first_process, run_client
 from stages.launcher.images import image_reference
 from stages.launcher.pipeline import Request
 from stages.launcher.process import MACHINE_COUNTERS, as_out_of_memory, oom_kills
@@ -67,25 +67,25 @@ class ApptainerEngine(SealedEngine):
             return cls(name=name, sif_path=path, image=(reference, recorded_digest(path)))
         raise NoImage(f"apptainer has no image {paths[0]}; build it with: make image ENGINE=apptainer TARGET={target}")
 
-    def run_container(self, request: Request, found: list[Mount], outputs: Outputs) -> int:
+    def run_container(self, request: Request, mounts: list[Mount], folder: StageFolder) -> int:
         passed, given = self.variables(request, terminal=sys.stderr.isatty() and sys.stdout.isatty())
         given["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in request.gpus)
         # Processes on several nodes have to reach each other.
         network, hosts_path = request.network or request.num_nodes > 1, HOSTS_PATH
         if not network:
-            hosts_path = outputs.scratch_dir / "hosts"
+            hosts_path = folder.scratch_dir / "hosts"
             hosts_path.write_text("127.0.0.1 localhost\n", encoding="utf-8")
-        all_mounts = (*kernel_settings(), *found, Mount(hosts_path, HOSTS_PATH))
+        all_mounts = (*kernel_settings(), *mounts, Mount(hosts_path, HOSTS_PATH))
         command = [
             *("apptainer", "--silent", "exec", *SEAL, *SECCOMP),
             *(() if network else ("--net", "--network", "none")),
             # Processes that train together look each other up by this name, also without a network.
             *(("--hostname", "localhost") if request.num_nodes == 1 else ()),
-            *("--workdir", str(outputs.scratch_dir), "--pwd", str(request.workspace_dir)),
+            *("--workdir", str(folder.scratch_dir), "--pwd", str(request.workspace_dir)),
             *(("--nv",) if request.gpus else ()),
             *(option for mount in all_mounts for option in ("--mount", mount.option())),
             # Apptainer sets another HOME.
-            *(str(self.sif_path), "env", f"HOME={TMP_DIR}", *INSIDE, *request.command),
+            *(str(self.sif_path), "env", f"HOME={TMP_DIR}", *first_process(request)),
         ]
         killed_before = oom_kills(MACHINE_COUNTERS)
 
@@ -95,7 +95,7 @@ class ApptainerEngine(SealedEngine):
 
         def failed(code: int) -> int:
             # Its own failures have codes that a stage may have too: 255, or 1 without user namespaces.
-            if outputs.ready_path.stat().st_size == 0 and code - 128 not in ENDING:
+            if folder.ready_path.stat().st_size == 0 and code - 128 not in ENDING:
                 raise UserError(
                     "apptainer could not start the container, for the reason above. It needs user namespaces, or an "
                     f"installation with setuid, and a whole image (in {self.sif_path.parent}: sha256sum --check "
@@ -105,7 +105,7 @@ class ApptainerEngine(SealedEngine):
             return as_out_of_memory(code, killed_before)
 
         environment = client_environment(passed, given, os.environ)
-        return run_client(command, outputs.ready_path, environment=environment, send=send, failed=failed)
+        return run_client(command, folder.ready_path, environment=environment, send=send, failed=failed)
 
 
 def sif_path(folder: Path, reference: str) -> Path:
@@ -130,10 +130,10 @@ def recorded_digest(sif: Path) -> str:
 
 def kernel_settings() -> list[Mount]:
     """Includes file systems mounted inside them, such as binfmt_misc in /proc/sys, which would stay writable."""
-    found = {path for path in map(Path, KERNEL_SETTINGS) if path.exists()}
+    settings = {path for path in map(Path, KERNEL_SETTINGS) if path.exists()}
     mounted = {Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True)}
-    found |= {path for path in mounted if not found.isdisjoint(path.parents)}
-    return [Mount(path, path) for path in sorted(found)]
+    settings |= {path for path in mounted if not settings.isdisjoint(path.parents)}
+    return [Mount(path, path) for path in sorted(settings)]
 
 
 def client_environment(passed: list[str], given: Mapping[str, str], caller: Mapping[str, str]) -> dict[str, str]:

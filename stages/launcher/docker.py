@@ -17,7 +17,16 @@ from typing import Any
 from stages.core.environment import TMP_DIR
 from stages.core.errors import UserError
 from stages.core.signals import GRACE_S
-from stages.launcher.container import INSIDE, Mount, NoImage, NotUsable, Outputs, SealedEngine, run_client
+from stages.launcher.container import (
+    Mount,
+    NoImage,
+    NotUsable,
+    SealedEngine,
+    StageFolder,
+    csv_line,
+    first_process,
+    run_client,
+)
 from stages.launcher.gpus import Gpu, device_files
 from stages.launcher.images import image_reference
 from stages.launcher.pipeline import Request
@@ -70,8 +79,8 @@ class Client:
 
     def image_id(self, reference: str) -> str | None:
         """The digest of the image of that name on this machine; None if there is none, or no engine answers."""
-        found = self.ask("image", "inspect", "--format", "{{.Id}}", reference)
-        return found.stdout.strip() if found.returncode == 0 else None
+        answer = self.ask("image", "inspect", "--format", "{{.Id}}", reference)
+        return answer.stdout.strip() if answer.returncode == 0 else None
 
     @cached_property
     def info(self) -> dict[str, Any]:
@@ -120,9 +129,8 @@ class ContainerEngine(SealedEngine):
             raise NotUsable(f"{name} does not work here ({problem})")
         raise NoImage(f"{name} has no image {reference}; build it with: make image TARGET={target}")
 
-    def run_container(self, request: Request, found: list[Mount], outputs: Outputs) -> int:
-        stage = outputs.stage.name
-        name = f"bakeoff-{stage.replace('@', '-')}-{secrets.token_hex(4)}"
+    def run_container(self, request: Request, mounts: list[Mount], folder: StageFolder) -> int:
+        name = f"bakeoff-{folder.stage.replace('@', '-')}-{secrets.token_hex(4)}"
         # Processes on several nodes have to reach each other.
         network = "host" if request.num_nodes > 1 else "bridge" if request.network else "none"
         terminal = sys.stderr.isatty() and sys.stdout.isatty()
@@ -130,7 +138,7 @@ class ContainerEngine(SealedEngine):
         passed, given = self.variables(request, terminal=terminal)
         environment = [*passed, *(f"{key}={value}" for key, value in given.items())]
         command = [
-            *(self.client.program, "run", "--rm", "--name", name, "--label", f"bakeoff.stage={stage}"),
+            *(self.client.program, "run", "--rm", "--name", name, "--label", f"bakeoff.stage={folder.stage}"),
             *("--label", f"bakeoff.workspace={request.workspace_dir}", "--pull", "never", "--log-driver", "none"),
             *("--sig-proxy=false", "--stop-timeout", str(GRACE_S), *(("--tty",) if terminal else ())),
             *("--network", network, *HARDENING, *self._limits(request)),
@@ -139,8 +147,10 @@ class ContainerEngine(SealedEngine):
             *("--workdir", str(request.workspace_dir)),
             *(*self._account(), *self._gpus(request.gpus)),
             *(option for variable in environment for option in ("--env", variable)),
-            *(option for mount in found for option in ("--mount", mount.option())),
-            *(self.image[1], *INSIDE, *request.command),
+            # Nothing else can be written in the workspace: below /tmp its folder would be as writable as that.
+            *("--mount", csv_line("type=tmpfs", f"target={request.workspace_dir}", "readonly")),
+            *(option for mount in mounts for option in ("--mount", mount.option())),
+            *(self.image[1], *first_process(request)),
         ]
 
         def send(number: int, _client: object) -> bool:
@@ -152,7 +162,7 @@ class ContainerEngine(SealedEngine):
                 self.client.ask("wait", name)
             return code
 
-        return run_client(command, outputs.ready_path, send=send, failed=end)
+        return run_client(command, folder.ready_path, send=send, failed=end)
 
     def _limits(self, request: Request) -> list[str]:
         """Options that keep a stage from taking all processes and all memory of the machine."""

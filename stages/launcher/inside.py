@@ -35,12 +35,14 @@ def main() -> None:
             "remove seccomp=unconfined from the engine's configuration, or run without a container: "
             "BAKEOFF_ENGINE=process"
         )
+    umask, *command = sys.argv[1:]
+    os.umask(int(umask, 8))
     killed_before = oom_kills(CONTAINER_COUNTERS)
     machine = json.dumps(asdict(this_machine(os.environ)))
     with forwarded_signals() as signals:
         READY.write_text(machine, encoding="utf-8")
         threading.Thread(target=end_with_launcher, daemon=True).start()
-        code = run_stage(sys.argv[1:], Path.cwd(), os.environ, signals)
+        code = run_stage(command, Path.cwd(), os.environ, signals)
     # A process that the kernel killed in here was the stage, or one whose loss made the stage fail.
     if code != 0 and oom_kills(CONTAINER_COUNTERS) > killed_before:
         code = OUT_OF_MEMORY

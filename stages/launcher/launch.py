@@ -23,7 +23,7 @@ import click
 
 from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.signals import ENDING, end_with_own_parent
-from stages.launcher.container import Outputs
+from stages.launcher.container import StageFolder
 from stages.launcher.engines import Engine, choose_engine
 from stages.launcher.gpus import leased_gpus, refuse_old_driver
 from stages.launcher.messages import say
@@ -86,9 +86,8 @@ def launch(request: Request) -> int:
 def run_here(request: Request, engine: Engine) -> int:
     """Run the stage on this machine, alone and on free GPUs; returns its exit code."""
     declared = request.declared
-    outputs = Outputs(declared, request.workspace_dir, node=request.node) if declared else None
     with (
-        outputs.alone() if outputs else nullcontext(),
+        StageFolder(request).alone() if declared else nullcontext(),
         leased_gpus(
             request.num_gpus,
             locks_dir=request.repository_dir / ".bakeoff/gpus",

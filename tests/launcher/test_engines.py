@@ -32,12 +32,11 @@ from stages.launcher.process import Ended, this_machine
 from tests import ROOT
 from tests.launcher.small_checkout import PARAMS, request_of, small_checkout
 
-PLAN = Path("data/runs/r1-llm-only/plan.yaml")
-INSIDE = ["python", "-m", "stages.launcher.inside", "plan", "r1-llm-only"]
+INSIDE = ["python", "-m", "stages.launcher.inside", "027", "plan", "r1-llm-only"]
 
 # Responds like docker, podman and apptainer. `run` and `exec` note arguments and environment, write FAKE_READY to the
-# file by which a container reports that it is ready, write the output FAKE_WRITES, and wait for a `kill` if FAKE_WAITS
-# is set, which fails before they wait.
+# file by which a container reports that it is ready, and wait for a `kill` if FAKE_WAITS is set, which fails before
+# they wait.
 CLIENT = f"""#!{sys.executable}
 import json, os, pathlib, re, sys, time
 
@@ -56,11 +55,7 @@ if words[0] == "kill":
         sys.exit("Error: No such container")
     (here / "killed").write_text(str(os.getpgrp()))
 if words[0] in ("run", "exec"):
-    mounts = dict(re.findall(r"source=([^,]+),target=([^,]+)", arg)[0] for arg in words if arg.startswith("type="))
-    if path := os.environ.get("FAKE_WRITES"):
-        above = [(target, source) for source, target in mounts.items() if path.startswith(target + "/")]
-        target, source = max(above)
-        pathlib.Path(source + path.removeprefix(target)).write_text("written")
+    mounts = dict(re.findall(r"source=([^,]+),target=([^,]+)", arg)[0] for arg in words if arg.startswith("type=bind"))
     (ready,) = (pathlib.Path(source) for source, target in mounts.items() if target == "/run/bakeoff/ready")
     ready.write_text(os.environ.get("FAKE_READY", ""))
     if os.environ.get("FAKE_WAITS"):
@@ -85,6 +80,7 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is the whole PATH, without any client at first."""
     folder = tmp_path / "clients"
     folder.mkdir()
+    monkeypatch.setattr(os, "umask", lambda _: 0o027)  # as the caller's
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "checkout/.venv"))  # images of apptainer are beside it
     return folder
@@ -153,6 +149,7 @@ def test_docker_seals_a_stage_and_runs_the_image_by_its_digest(docker: Path, wor
     assert not {"--privileged", "--volume", "-v", "--cap-add", "--tty", "-t", "--gpus", "--device"} & set(call)
     assert call[call.index("sha256:0123") :][1:] == [*INSIDE, "--attempt", "2"]
     assert "BAKEOFF_IMAGE=sha256:0123" in options(call, "--env")
+    assert f"type=tmpfs,target={workspace},readonly" in options(call, "--mount")
 
 
 def test_apptainer_seals_a_stage_and_its_tmp_is_temporary(
@@ -168,7 +165,7 @@ def test_apptainer_seals_a_stage_and_its_tmp_is_temporary(
     sif = sif_path(workspace / IMAGES_DIR, image_reference(workspace, "cpu"))
     assert call[call.index(str(sif)) :][1:] == ["env", "HOME=/tmp", *INSIDE]
     (scratch,) = map(Path, options(call, "--workdir"))
-    assert scratch.is_relative_to(workspace / "data/.outputs")
+    assert scratch.is_relative_to(workspace / ".bakeoff/stages/plan@r1-llm-only")
     assert not scratch.exists()
     # Settings of the kernel are read-only, with what is mounted inside.
     found = [argument for argument in call if re.search("target=/(proc|sys)", argument)]
@@ -275,17 +272,6 @@ def test_docker_limits_processes_and_memory_by_the_machine_or_a_setting(
         limits(memory_gb=64.0)
 
 
-@pytest.mark.parametrize(("code", "taken"), [("0", True), ("3", False)])
-def test_outputs_are_taken_if_the_stage_succeeds(
-    docker: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, code: str, taken: bool
-) -> None:
-    (workspace / PLAN).unlink()
-    monkeypatch.setenv("FAKE_WRITES", str(workspace / PLAN))
-    monkeypatch.setenv("FAKE_CODE", code)
-    assert run(workspace, "docker").code == int(code)
-    assert (workspace / PLAN).exists() == taken
-
-
 @pytest.mark.parametrize("code", [1, 255])
 def test_apptainers_own_failure_is_told_from_a_stage_with_the_same_code(
     apptainer: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -307,17 +293,22 @@ def test_machine_that_the_container_reports_is_passed_on(
 
 
 @pytest.mark.parametrize("filtered", [True, False])
-def test_first_process_reports_the_machine_and_refuses_to_run_without_a_filter(
+def test_first_process_reports_the_machine_takes_the_callers_umask_and_refuses_to_run_without_a_filter(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filtered: bool
 ) -> None:
-    (workspace / "stages/plan.py").write_text("import sys; sys.exit(3)")
+    (workspace / "stages/plan.py").write_text("import sys; open('made', 'w'); sys.exit(3)")
     monkeypatch.chdir(workspace)
     for name, text in (("STATUS", f"\nSeccomp:\t{2 * filtered}\n"), ("LAUNCHER_LOCK", ""), ("READY", "")):
         (tmp_path / name).write_text(text)
         monkeypatch.setattr(inside, name, tmp_path / name)
-    monkeypatch.setattr(sys, "argv", ["inside", "plan", "r1"])
-    with pytest.raises(SystemExit, match="3" if filtered else "no seccomp filter"):
-        inside.main()
+    monkeypatch.setattr(sys, "argv", ["inside", "027", "plan", "r1"])
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(SystemExit, match="3" if filtered else "no seccomp filter"):
+            inside.main()
+    finally:
+        os.umask(before)
+    assert not filtered or (workspace / "made").stat().st_mode & 0o777 == 0o640
     reported = (tmp_path / "READY").read_text()
     assert (TypeAdapter(Machine).validate_json(reported) == this_machine(os.environ)) if filtered else not reported
 

@@ -42,9 +42,9 @@ def test_only_declared_outputs_are_in_the_workspace(finished: Path) -> None:
     declared = {Path(path) for stage in declared_stages(finished) for path in (*stage.outs, *stage.deps)}
     for path in (finished / "data").rglob("*"):
         inside = path.relative_to(finished)
-        if path.is_file() and inside.parts[1] not in (".outputs", "tiny"):
+        if path.is_file() and inside.parts[1] != "tiny":
             assert declared.intersection((inside, *inside.parents)), inside
-    left = [path.name for path in (finished / "data/.outputs").rglob("*") if path.is_file()]
+    left = [path.name for path in (finished / ".bakeoff/stages").rglob("*") if path.is_file()]
     assert set(left) == {"lock"}
 
 

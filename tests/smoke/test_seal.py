@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from stages.core.signals import ENDING
+from stages.launcher.pipeline import declared_stages
+from tests import ROOT
 from tests.launcher.small_checkout import Command, wait_until
 from tests.smoke.conftest import COMMAND, ENGINE, SECRETS, containers, environment, train
 
@@ -121,13 +123,6 @@ def outcomes(playground: Path) -> dict[str, str | None]:
 @pytest.mark.parametrize(("attempt", "error"), [*ATTEMPTS, *TOO_LARGE])
 def test_forbidden_attempt_fails(outcomes: dict[str, str | None], attempt: str, error: str) -> None:
     assert error in str(outcomes[attempt])
-
-
-def test_undeclared_output_is_refused(playground: Path) -> None:
-    """Links and special files among outputs: tests/launcher/test_container.py."""
-    result = train(playground, "open('data/runs/r1-llm-only/notes', 'w')")
-    assert (result.returncode, "which dvc.yaml does not declare" in result.stderr) == (1, True), result.stderr
-    assert not (playground / "data/runs/r1-llm-only/notes").exists()
 
 
 def test_stage_has_no_capability_and_cannot_get_one(playground: Path) -> None:
@@ -278,6 +273,36 @@ def test_launcher_killed_with_the_client_leaves_nothing(start: Start, playground
         with suppress(psutil.NoSuchProcess):  # Apptainer's go with their parent
             process.kill()
     wait_until(lambda: nothing_runs(playground))
+
+
+HALF = "data/runs/r1-llm-only/trained/half"
+OUTPUTS = [path for stage in declared_stages(ROOT) if stage.name == "train@r1-llm-only" for path in stage.written]
+WRITING = """
+import os, time
+from pathlib import Path
+
+print("half is there:", os.path.exists({half!r}), flush=True)
+for path in map(Path, {paths!r}):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("written")
+print("ready", flush=True)
+time.sleep({seconds})
+"""
+
+
+def test_dvc_removes_what_a_killed_stage_has_written_before_it_runs_again(start: Start, playground: Path) -> None:
+    killed = start(*DVC, stage=WRITING.format(half=HALF, paths=[HALF], seconds=600)).process
+    dvc = psutil.Process(killed.pid)
+    for process in (dvc, *dvc.children(recursive=True)):  # dvc first: it writes its locks when a stage ends
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    killed.wait()
+    wait_until(lambda: nothing_runs(playground))
+    assert (playground / HALF).exists()
+    again = start(*DVC, stage=WRITING.format(half=HALF, paths=OUTPUTS, seconds=0))
+    assert again.process.wait() == 0, again.output
+    assert "half is there: False" in again.output
+    (playground / HALF).parent.unlink()
 
 
 def test_ctrl_c_on_dvc_lets_the_stage_save_and_leaves_nothing(start: Start, playground: Path) -> None:
