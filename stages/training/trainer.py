@@ -200,7 +200,8 @@ def training_arguments(plan: Plan, output_dir: str, **more: Any) -> SFTConfig:
         num_train_epochs=schedule.epochs,
         max_steps=schedule.num_steps,
         learning_rate=max(schedule.learning_rates.values()),
-        lr_scheduler_type=schedule.lr_schedule,
+        # transformers' `constant` would ignore the warm-up.
+        lr_scheduler_type="constant_with_warmup" if schedule.lr_schedule == "constant" else schedule.lr_schedule,
         warmup_steps=schedule.warmup_steps,
         weight_decay=schedule.weight_decay,
         max_grad_norm=schedule.max_grad_norm,

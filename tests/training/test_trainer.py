@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import chain
+from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader, s
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, get_scheduler
 
 from stages.core.errors import UserError
 from stages.core.params.schema import CheckpointParams, DeviceParams
@@ -34,6 +35,7 @@ from stages.training.trainer import (
     StartContract,
     check_gradients,
     check_start,
+    training_arguments,
 )
 from tests.training.small import PARAMS, log_of, plan_for, validation, weights
 
@@ -435,3 +437,27 @@ def test_the_largest_samples_go_before_the_untrained_model_is_validated(build: B
     assert seen[:2] == ["step", "validation"]
     assert seen[-1] == "validation"
     assert seen.count("validation") == 2
+
+
+@pytest.mark.parametrize(
+    ("lr_schedule", "share"),
+    [
+        ("constant", lambda _: 1.0),
+        ("linear", lambda progress: 1.0 - progress),
+        ("cosine", lambda progress: (1.0 + cos(pi * progress)) / 2),
+    ],
+)
+def test_every_step_has_the_rate_of_its_schedule(
+    lr_schedule: str, share: Callable[[float], float], tmp_path: Path
+) -> None:
+    plan = plan_for("r1-llm-only")
+    plan = replace(plan, schedule=replace(plan.schedule, lr_schedule=lr_schedule, num_steps=10, warmup_steps=4))
+    arguments = training_arguments(plan, str(tmp_path))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, arguments.get_warmup_steps(10), 10)
+    rates = []
+    for _ in range(10):
+        rates += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([2.0 * (step / 4 if step < 4 else share((step - 4) / 6)) for step in range(10)])

@@ -299,7 +299,9 @@ class RecipeParams:
     effective_batch: Size = 16
     """Samples in one optimizer step: micro_batch x accumulation x devices."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """After the warm-up, to 0 along half a cosine or a line, or constant."""
     warmup_ratio: Share = 0.05
+    """Share of the optimizer steps in which the learning rate rises from 0 along a line."""
     weight_decay: Annotated[float, Field(ge=0, le=1e12)] = 0.0
     max_grad_norm: Rate = 1.0
     max_length: Size = 2048
