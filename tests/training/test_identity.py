@@ -59,8 +59,8 @@ def imported_file(patch: pytest.MonkeyPatch, path: Path) -> None:
         ("environment", lambda patch, _: patch.setenv("NCCL_ALGO", "Ring")),
         ("packages", lambda patch, _: patch.setattr(identity_module, "installed_packages", list)),
         ("device", lambda patch, _: patch.setattr(torch, "get_num_threads", lambda: 77)),
-        # A file that nothing imports.
-        ("code", lambda patch, _: imported_file(patch, Path(stages.__file__).parent / "memory/stand_in.py")),
+        # A script, which nothing imports.
+        ("code", lambda patch, _: imported_file(patch, Path(stages.__file__).parent / "evaluation/vllm/worker.py")),
     ],
 )
 def test_the_identity_names_what_differs(
