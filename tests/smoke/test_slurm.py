@@ -37,7 +37,7 @@ from tests.workspaces import Meanwhile, Workspace, clone_checkout, copy_folder, 
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         "SLURM_CONF" not in os.environ or not shutil.which("srun"),
         reason="no Slurm is up; start one with .ci/with-slurm COMMAND",
@@ -279,7 +279,7 @@ def all_have_it_in(mask: str, processes: list[psutil.Process]) -> bool:
     return False
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_if_it_was_interrupted(tmp_path: Path) -> None:
     """Both nodes are this machine, whose name may be known by an address of a network card."""
     prepared = workspace_in(tmp_path / "prepared")
