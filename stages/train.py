@@ -5,7 +5,7 @@ Writes  data/runs/RECIPE/trained/   an adapter, the weights of parts trained in 
         data/runs/RECIPE/training/  training.json (totals), trace.csv (every step), and curves (plots/): of
                                     every few steps, and of validation
         data/report/TASK/memory/RECIPE/train.json  memory that the process used
-Keeps   .bakeoff/checkpoints/RECIPE/, until the result is merged; the same command resumes from there
+Keeps   .bakeoff/checkpoints/RECIPE/, until its merge starts; the same command resumes from there
         .bakeoff/features/, of images by frozen vision towers, for later trainings
 Run     docker/run train r1-llm-only
 

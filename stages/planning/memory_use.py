@@ -1,8 +1,9 @@
 """Memory that a stage uses, before and after it loads a model and at its peak; a GPU's utilization and power; and
 errors for want of memory.
 
-Measured memory differs from run to run. It is written below the report of the stage's task, where only `compare` reads
-it: a stage that had it among its inputs would rerun each time. Torch is imported where a GPU is read and nowhere else.
+Measured memory differs from run to run. It is written below the report of the stage's task, where only `compare` and
+`publish` read it: a stage that had it among its inputs would rerun each time. Torch is imported where a GPU is read and
+nowhere else.
 """
 
 from __future__ import annotations
