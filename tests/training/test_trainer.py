@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from itertools import chain
 from math import cos, pi
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -448,7 +448,7 @@ def test_the_largest_samples_go_before_the_untrained_model_is_validated(build: B
     ],
 )
 def test_every_step_has_the_rate_of_its_schedule(
-    lr_schedule: str, share: Callable[[float], float], tmp_path: Path
+    lr_schedule: Literal["constant", "linear", "cosine"], share: Callable[[float], float], tmp_path: Path
 ) -> None:
     plan = plan_for("r1-llm-only")
     plan = replace(plan, schedule=replace(plan.schedule, lr_schedule=lr_schedule, num_steps=10, warmup_steps=4))
