@@ -141,7 +141,7 @@ quick := core reporting tasks data evaluation planning \
 test-quick: setup-dev
 	@$(offline) $(one_thread) $(python) -m pytest -m "not pipeline and not engine and not vllm" $(in_parallel) $(addprefix tests/,$(quick)) $(ARGS)
 
-# Test vLLM itself on a CPU: equal answers, and a model that it is refused for
+# Test vLLM itself on a CPU: equal completions, and a model that it is refused for
 .PHONY: test-vllm
 test-vllm:
 	@docker/setup dev vllm

@@ -1,9 +1,9 @@
-"""Let a model answer the validation samples, and score its answers; or score those of a file.
+"""Generate a model's completions of the validation samples, and score them; or score those of a file.
 
 Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself or data/answers/FILE), the
         prepared data
 Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, examples/}; the files of the run that a report needs to
-        data/report/TASK/runs/RECIPE/, with the certificate if vLLM answers; the process memory to
+        data/report/TASK/runs/RECIPE/, with the certificate of vLLM if it generates; the process memory to
         data/report/TASK/memory/RECIPE/evaluate.json
 Run     docker/run evaluate r1-llm-only
         docker/run evaluate base-vlm
@@ -32,8 +32,8 @@ from stages.core.records import rebuild
 from stages.core.tasks import load_task, require_answer_format
 from stages.data.conversation import Conversation
 from stages.data.parquet import write_rows
-from stages.evaluation.answer import batch_size_for, load_answerer
-from stages.evaluation.score import failures, read_answers, score_answers, summary, write_examples
+from stages.evaluation.generate import batch_size_for, load_generator
+from stages.evaluation.score import failures, read_completions, score_completions, summary, write_examples
 from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
 from stages.models.certificate import certified_model
 from stages.planning.ladder import UNPLANNED_BATCH_SIZE
@@ -60,8 +60,8 @@ def main(name: str, attempt: int) -> None:
     questions = [samples.conversation(record, answered=False, answer_format=task.answer_format) for record in records]
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
-    if name in params.baselines and (answers := params.baselines[name].answers):
-        evaluation = evaluate_file(name, task, Path(answers), records, questions)
+    if name in params.baselines and (path := params.baselines[name].answers):
+        evaluation = evaluate_file(name, task, Path(path), records, questions)
     else:
         evaluation = evaluate_model(params, name, task, records, questions, attempt=attempt)
 
@@ -113,14 +113,14 @@ def task_of(params: Params, name: str) -> Task:
 def evaluate_model(
     params: Params, name: str, task: Task, records: Sequence[Any], questions: Sequence[Conversation], *, attempt: int
 ) -> Evaluation:
-    """Let the model of a recipe or a baseline answer, and score its answers."""
+    """Generate the completions of a recipe's model or a baseline, and score them."""
     run_dir = Path("data/runs") / name
     model_dir, lineage = certified_model(params, name)
     profile = params.active
     planned = read_memory(name) if name in params.recipes else None
     largest = planned.evaluation_batch_size if planned else UNPLANNED_BATCH_SIZE
     batch_size = batch_size_for(profile.evaluation, len(questions), largest=largest, attempt=attempt)
-    engine = completions = certificate = answers = None
+    engine = by_vllm = certificate = completions = None
     if profile.evaluation.engine == "vllm":  # it has ended before our own model takes the device
         engine = VllmEngine(
             name=name,
@@ -130,16 +130,16 @@ def evaluate_model(
             questions=questions,
             attempt=attempt,
         )
-        completions = engine.answer(run_dir)
-    answerer, memory = load_answerer(
+        by_vllm = engine.generate(run_dir)
+    generator, memory = load_generator(
         model_dir, profile, task.samples, answer_format=task.answer_format, batch_size=batch_size
     )
-    if engine and completions:
-        certificate, answers = engine.certify(completions, answerer)
-    scored = score_answers(answerer, records, questions, task.scoring, answers=answers, **task.models)
+    if engine and by_vllm:
+        certificate, completions = engine.certify(by_vllm, generator)
+    scored = score_completions(generator, records, questions, task.scoring, completions=completions, **task.models)
     metrics = scored.metrics | {
-        "samples_per_second": round(len(records) / (completions.seconds if completions else scored.answer_s), 3),
-        "batch_size": answerer.batch_size,
+        "samples_per_second": round(len(records) / (by_vllm.seconds if by_vllm else scored.generation_s), 3),
+        "batch_size": generator.batch_size,
         "attempt": attempt,
         **({"engine": certificate.engine} if certificate else {}),
         **(memory_metrics(run_dir, planned) if planned else {}),
@@ -150,11 +150,11 @@ def evaluate_model(
 def evaluate_file(
     name: str, task: Task, path: Path, records: Sequence[Any], questions: Sequence[Conversation]
 ) -> Evaluation:
-    """Score the answers of a file; no model is loaded."""
+    """Score another system's completions, from an answers file; no model is loaded."""
     memory = MemoryLog(())
     memory.loaded()
-    answers = read_answers(path, records, questions, task.samples, answer_format=task.answer_format)
-    metrics, rows = task.scoring.score(records, answers, answer_format=task.answer_format)
+    completions = read_completions(path, records, questions, task.samples, answer_format=task.answer_format)
+    metrics, rows = task.scoring.score(records, completions, answer_format=task.answer_format)
     lineage = Lineage(kind="answers", name=name, digest=file_digest(path), source={"file": str(path)})
     return Evaluation(metrics=metrics | {"answers": str(path)}, rows=rows, lineage=lineage, memory=memory)
 

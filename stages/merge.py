@@ -30,8 +30,8 @@ from stages.core.params import load_params
 from stages.core.params.schema import made_by
 from stages.core.records import rebuild
 from stages.core.tasks import load_task
-from stages.evaluation.answer import Answerer, batch_size_for
-from stages.evaluation.score import score_answers, summary
+from stages.evaluation.generate import TextGenerator, batch_size_for
+from stages.evaluation.score import score_completions, summary
 from stages.models.load import gpus_in_use, limit_visible_gpus, load_model
 from stages.models.merge import merge_certified, quantization_cost
 from stages.models.prompts import accepts, load_processor
@@ -92,8 +92,8 @@ def main(recipe: str, attempt: int) -> None:
             ]
             batch_size = batch_size_for(settings, len(questions), largest=UNPLANNED_BATCH_SIZE, attempt=attempt)
 
-            def answer(model: PreTrainedModel) -> tuple[list[str], dict[str, Any]]:
-                answerer = Answerer(
+            def complete(model: PreTrainedModel) -> tuple[list[str], dict[str, Any]]:
+                generator = TextGenerator(
                     model=model,
                     processor=processor,
                     samples=samples,
@@ -101,13 +101,15 @@ def main(recipe: str, attempt: int) -> None:
                     batch_size=batch_size,
                     settings=settings,
                 )
-                scored = score_answers(answerer, records, questions, scoring)
-                return scored.answers, scored.metrics
+                scored = score_completions(generator, records, questions, scoring)
+                return scored.completions, scored.metrics
 
-            ours = (logits, *answer(merged))
+            ours = (logits, *complete(merged))
             del merged  # the next model needs its memory
             base = load(base_dir, quantization)
-            cost = quantization_cost(base, trained_dir, processor, probes, ours, answer=answer, batch_size=batch_size)
+            cost = quantization_cost(
+                base, trained_dir, processor, probes, ours, complete=complete, batch_size=batch_size
+            )
             certificate = replace(certificate, quantization_cost=cost)
             log.info("trained on %s weights: %s", quantization, summary(cost.trained, scoring))
             log.info("merged into unquantized ones: %s; %s", summary(cost.merged, scoring), cost)

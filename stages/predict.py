@@ -1,4 +1,4 @@
-"""Let a trained model answer unlabeled inputs, and write its answers in the form of the task.
+"""Generate a trained model's completions of unlabeled inputs, and write them in the form of the task.
 
 Reads   predictions.NAME; the merged model of its recipe and its certificate; its plan; the file of inputs
 Writes  data/predictions/NAME.txt
@@ -19,7 +19,7 @@ from stages.core.errors import configure_logging
 from stages.core.given_files import require_own
 from stages.core.params import load_params
 from stages.core.tasks import load_task
-from stages.evaluation.answer import batch_size_for, load_answerer
+from stages.evaluation.generate import batch_size_for, load_generator
 from stages.models.certificate import certified_model
 from stages.models.folders import require_weights
 from stages.planning.memory_use import recognised_out_of_memory
@@ -48,15 +48,15 @@ def main(name: str, attempt: int) -> None:
     questions = [task.conversation(each, answer_format=answer_format) for each in inputs]
     largest = read_memory(wanted.recipe).evaluation_batch_size
     batch_size = batch_size_for(params.active.evaluation, len(questions), largest=largest, attempt=attempt)
-    answerer, memory = load_answerer(
+    generator, memory = load_generator(
         model_dir, params.active, samples, answer_format=answer_format, batch_size=batch_size
     )
-    answers = answerer.answers(questions)
-    submission = task.submission(inputs, answers, answer_format=answer_format)
+    completions = generator.completions(questions)
+    submission = task.submission(inputs, completions, answer_format=answer_format)
     path = Path("data/predictions") / f"{name}.txt"
     atomic_write(submission.text, path)
     memory.finish("predict", name)
-    log.info("%s: %d answers of %s; %s", path, len(inputs), wanted.recipe, submission.summary())
+    log.info("%s: %d completions of %s; %s", path, len(inputs), wanted.recipe, submission.summary())
 
 
 if __name__ == "__main__":

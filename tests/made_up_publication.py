@@ -52,7 +52,7 @@ def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None
     merged = _model(merged_dir, "merged", RUN, parents=parents)
     scores = {"mean_iou": 0.6}
     cost = QuantizationCost(
-        logit_deviation=0.1, samples=2, batch_size=2, same_answers=2, trained=dict(scores), merged=dict(scores)
+        logit_deviation=0.1, samples=2, batch_size=2, same_completions=2, trained=dict(scores), merged=dict(scores)
     )
     quantized = replace(CERTIFICATE, trained_quantization="nf4", quantization_cost=cost)
     replace(quantized, recipe=RUN, merged_digest=merged.digest).write(run_dir / "merge.json")

@@ -129,7 +129,7 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
         logit_deviation=0.11,
         samples=32,
         batch_size=16,
-        same_answers=30,
+        same_completions=30,
         trained={REPORT.primary.key: 0.68},
         merged={REPORT.primary.key: 0.66},
     )

@@ -1,4 +1,4 @@
-"""Files of answers as rows of a table: scored as a model's answers are, and refused where they do not fit."""
+"""Answers files as rows of a table: scored as a model's completions are, and refused where they do not fit."""
 
 import json
 from collections.abc import Iterable, Sequence

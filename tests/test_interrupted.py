@@ -19,7 +19,7 @@ import stages.evaluate
 import stages.merge
 import stages.train
 from stages.core.params import load_params
-from stages.evaluation import answer
+from stages.evaluation import generate
 from stages.launcher.launch import run_down_the_ladder
 from stages.launcher.pipeline import Request
 from stages.launcher.process import Ended
@@ -198,8 +198,8 @@ def at_step(number: int) -> Place:
     return lambda patch: patch.setattr(RecipeTrainer, "training_step", training_step)
 
 
-def after_the_first_answers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(answer, "decoded", too_much)
+def after_the_first_completions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(generate, "decoded", too_much)
 
 
 def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> int:
@@ -235,13 +235,13 @@ def test_a_training_that_runs_out_of_memory_keeps_its_effective_batch(
 
 
 def test_an_evaluation_and_a_merge_that_run_out_of_memory_generate_fewer_at_once(workspace: Path) -> None:
-    assert down_the_ladder(Engine(after_the_first_answers), "evaluate", "base-vlm", workspace) == 0
+    assert down_the_ladder(Engine(after_the_first_completions), "evaluate", "base-vlm", workspace) == 0
     metrics = read(workspace / "data/runs/base-vlm/metrics.json")
     assert (metrics["samples"], metrics["batch_size"], metrics["attempt"]) == (5, 1, 1)
 
     change_plan(workspace, schedule={"num_steps": 1, "warmup_steps": 0}, validation=None)
     done("train", RECIPE)
-    assert down_the_ladder(Engine(after_the_first_answers), "merge", RECIPE, workspace) == 0
+    assert down_the_ladder(Engine(after_the_first_completions), "merge", RECIPE, workspace) == 0
     cost = read(workspace / "data/runs" / RECIPE / "merge.json")["quantization_cost"]
     assert (cost["samples"], cost["batch_size"]) == (5, 1)
 

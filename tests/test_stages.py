@@ -143,7 +143,7 @@ def test_a_merge_out_of_4_bits_records_its_cost_and_the_report_shows_it(finished
         # The merge itself is exact. Quantization moved the base's logits, more than so short a training did.
         assert cost.logit_deviation is not None
         assert certificate.logit_deviation < 1e-3 < 0.01 < cost.logit_deviation
-        assert 0 <= cost.same_answers <= cost.samples == 5
+        assert 0 <= cost.same_completions <= cost.samples == 5
         # Merge and evaluation generate the same completions.
         evaluated = read(finished / "data/runs" / recipe / "metrics.json")
         assert cost.merged == {key: evaluated[key] for key in cost.merged}

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.data.conversation import Conversation
-from stages.evaluation.answer import encoded_batches
+from stages.evaluation.generate import encoded_batches
 from stages.mixture.certificate import Routing
 from stages.mixture.routing import outputs_of, routers_of, routing_by_row
 from stages.models.prompts import Processor

@@ -1,4 +1,4 @@
-"""Score a model's answers by its task, word overlaps that tasks share, and the examples that a report shows.
+"""Score a model's completions by its task, word overlaps that tasks share, and the examples that a report shows.
 
 Tasks import this module, so it imports neither torch nor transformers.
 """
@@ -28,7 +28,7 @@ from stages.data.texts import SURROGATE, UnreadableText, json_objects, read_text
 from stages.planning.ladder import prefill_batch_size
 
 if TYPE_CHECKING:
-    from stages.evaluation.answer import Answerer
+    from stages.evaluation.generate import TextGenerator
 
 EXAMPLES = 3
 """Images of each kind."""
@@ -48,51 +48,51 @@ Lines = list[tuple[str, tuple[int, int, int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    answers: list[str]
+    completions: list[str]
     metrics: dict[str, Any]
     rows: list[dict[str, Any]]
     """One row per sample, as in predictions.parquet."""
-    answer_s: float
+    generation_s: float
     """Seconds of generation."""
 
 
-def score_answers(
-    answerer: Answerer,
+def score_completions(
+    generator: TextGenerator,
     records: Sequence[Any],
     questions: Sequence[Conversation],
     scoring: ModuleType,
     *,
-    answers: list[str] | None = None,
+    completions: list[str] | None = None,
     **options: Any,
 ) -> Scored:
-    """Have the model answer the questions of a task's records, and score its answers.
+    """Have the model complete the questions of a task's records, and score its completions.
 
-    scoring: module of the task. answers: another engine's, which are scored instead. options: of its `score`.
+    scoring: module of the task. completions: another engine's, which are scored instead. options: of its `score`.
     """
     started = time.monotonic()
-    if answers is None:
-        answers = answerer.answers(questions)
-    answer_s = time.monotonic() - started
-    samples, answer_format = answerer.model_samples, answerer.answer_format
+    if completions is None:
+        completions = generator.completions(questions)
+    generation_s = time.monotonic() - started
+    samples, answer_format = generator.model_samples, generator.answer_format
     if hasattr(samples, "score_options"):
         options |= samples.score_options(records)
-    if hasattr(scoring, "candidates"):  # given answers, whose likelihood under the model counts
+    if hasattr(scoring, "candidates"):  # reference answers to compute the likelihood of
         from stages.evaluation.likelihood import answer_log_likelihoods, routing
 
         limits: dict[str, Any] = {
-            "batch_size": prefill_batch_size(answerer.batch_size),
-            "max_length": answerer.settings.max_length,
+            "batch_size": prefill_batch_size(generator.batch_size),
+            "max_length": generator.settings.max_length,
         }
         candidates = scoring.candidates(records, answer_format=answer_format)
-        options["likelihoods"] = answer_log_likelihoods(answerer.model, answerer.processor, candidates, **limits)
+        options["likelihoods"] = answer_log_likelihoods(generator.model, generator.processor, candidates, **limits)
         if hasattr(samples, "domain"):  # a mixture has an expert for each
             answered = [samples.conversation(record, answered=True, answer_format=answer_format) for record in records]
-            options["routing"] = routing(answerer.model, answerer.processor, answered, **limits)
-    metrics, rows = scoring.score(records, answers, answer_format=answer_format, **options)
-    return Scored(answers=answers, metrics=metrics, rows=rows, answer_s=answer_s)
+            options["routing"] = routing(generator.model, generator.processor, answered, **limits)
+    metrics, rows = scoring.score(records, completions, answer_format=answer_format, **options)
+    return Scored(completions=completions, metrics=metrics, rows=rows, generation_s=generation_s)
 
 
-def read_answers(
+def read_completions(
     path: Path,
     records: Sequence[Any],
     questions: Sequence[Conversation],
@@ -100,47 +100,47 @@ def read_answers(
     *,
     answer_format: str | None,
 ) -> list[str]:
-    """Texts that another system answered, one for each record, in their order.
+    """Another system's completions from an answers file, one for each record, in their order.
 
-    The file has JSON Lines, each with the `id` of a sample and the `answer` as text; or a form of the task's own, which
-    its `samples.read_answers(path, records, answer_format)` reads as (line, id, text).
-    Raises UserError, which names the samples, for one without an answer, with several, or unknown.
+    The file has JSON Lines, each with the `id` of a sample and the completion as its `answer`; or a form of the task's
+    own, which its `samples.read_completions(path, records, answer_format)` reads as (line, id, text).
+    Raises UserError, which names the samples, for one without a completion, with several, or unknown.
     """
     require_own(path, path.parent)
-    own = getattr(samples, "read_answers", None)
+    own = getattr(samples, "read_completions", None)
     try:
-        found = list(own(path, records, answer_format) if own and path.suffix != ".jsonl" else _json_answers(path))
+        found = list(own(path, records, answer_format) if own and path.suffix != ".jsonl" else _json_completions(path))
     except UnreadableText as error:
         raise UserError(f"{path}: {error}") from None
-    answers: dict[str, str] = {}
+    completions: dict[str, str] = {}
     known = dict.fromkeys(question.sample_id for question in questions)
     problems: dict[str, list[str]] = {"no such sample": [], "a second answer": []}
     for line, sample_id, text in found:
-        if sample_id not in known or sample_id in answers:
-            kind = "a second answer" if sample_id in answers else "no such sample"
+        if sample_id not in known or sample_id in completions:
+            kind = "a second answer" if sample_id in completions else "no such sample"
             problems[kind].append(f"{sample_id!r} in line {line}")
-        answers[sample_id] = text
-    problems["no answer"] = [repr(sample_id) for sample_id in known if sample_id not in answers]
+        completions[sample_id] = text
+    problems["no answer"] = [repr(sample_id) for sample_id in known if sample_id not in completions]
     if lines := [f"  {kind}: {join_truncated(names)}" for kind, names in problems.items() if names]:
         expected = f"expected one answer to each of the {pluralize(len(known), 'sample')} of the split"
         raise UserError(f"{path} does not fit the data, {expected}:\n" + "\n".join(lines))
-    return [answers[sample_id] for sample_id in known]
+    return [completions[sample_id] for sample_id in known]
 
 
-def _json_answers(path: Path) -> Iterator[tuple[int, str, str]]:
+def _json_completions(path: Path) -> Iterator[tuple[int, str, str]]:
     unit, objects = json_objects(read_text(path))
     for number, content in objects:
         if isinstance(content, str):
             raise UserError(f"{path} {unit} {number}: {content}")
-        sample_id, answer = content.get("id"), content.get("answer")
-        if not isinstance(sample_id, str) or not isinstance(answer, str):
+        sample_id, completion = content.get("id"), content.get("answer")
+        if not isinstance(sample_id, str) or not isinstance(completion, str):
             raise UserError(f'{path} {unit} {number}: {shown(content)}; expected {{"id": SAMPLE, "answer": TEXT}}')
-        if SURROGATE.search(answer):
+        if SURROGATE.search(completion):
             raise UserError(f"{path} {unit} {number}: the answer holds half of a surrogate pair, which is no character")
-        yield number, sample_id, answer
+        yield number, sample_id, completion
 
 
-def rouge(answer: str, reference: str, keys: Sequence[str], *, of_any_language: bool = False) -> dict[str, float]:
+def rouge(completion: str, reference: str, keys: Sequence[str], *, of_any_language: bool = False) -> dict[str, float]:
     """F-measures, from 0 to 1, of one-word, two-word and longest common sequences: rouge1, rouge2 and rougeL of `keys`.
 
     The same as Google's rouge-score without stemming, computed by torchmetrics.
@@ -150,11 +150,11 @@ def rouge(answer: str, reference: str, keys: Sequence[str], *, of_any_language: 
     # torchmetrics imports torch.
     from torchmetrics.functional.text.rouge import rouge_score
 
-    scores = rouge_score(answer, reference, rouge_keys=tuple(keys), normalizer=_words if of_any_language else None)
+    scores = rouge_score(completion, reference, rouge_keys=tuple(keys), normalizer=_words if of_any_language else None)
     return {key: float(scores[f"{key}_fmeasure"]) for key in keys}
 
 
-def token_f1(answer: str, reference: str) -> float:
+def token_f1(completion: str, reference: str) -> float:
     """F1 of the words, in any order, from 0 to 1: without case, ASCII punctuation and English articles.
 
     Source: Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text", EMNLP 2016, evaluate-v1.1.
@@ -165,7 +165,7 @@ def token_f1(answer: str, reference: str) -> float:
         "id": "",
         "answers": {"answer_start": [0], "text": [unicodedata.normalize("NFC", reference)]},
     }
-    found = squad({"id": "", "prediction_text": unicodedata.normalize("NFC", answer)}, target)
+    found = squad({"id": "", "prediction_text": unicodedata.normalize("NFC", completion)}, target)
     return float(found["f1"]) / 100
 
 
@@ -226,10 +226,10 @@ def text_image(lines: Lines) -> Image.Image:
     return image
 
 
-def draw_answer(figure: str, question: str, truth: str, answer: str) -> Image.Image:
-    """One sample as an image: a figure, the question, the reference answer in green, and the model's in red."""
-    answer = answer if answer.strip() else "(no answer)"
-    texts = ((figure, INK), (question, INK), (truth, TRUTH_INK), (answer, PREDICTION_INK))
+def draw_completion(figure: str, question: str, truth: str, completion: str) -> Image.Image:
+    """One sample as an image: a figure, the question, the reference answer in green, and the completion in red."""
+    completion = completion if completion.strip() else "(no completion)"
+    texts = ((figure, INK), (question, INK), (truth, TRUTH_INK), (completion, PREDICTION_INK))
     return text_image([(line, ink) for text, ink in texts for line in (*first_lines(wrapped(text), _MAX_LINES), "")])
 
 

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import EvaluationParams
-from stages.evaluation.answer import Answerer
-from stages.evaluation.score import score_answers
+from stages.evaluation.generate import TextGenerator
+from stages.evaluation.score import score_completions
 from stages.internals.transformers_internals import attending_by, on_device
 from stages.models.load import resolve_attention
 from stages.models.prompts import Processor, count_tokens
@@ -45,23 +45,24 @@ class Validator:
     chosen: Sequence[int]
     """The numbers of the samples whose loss is computed, the same at each validation."""
     score: Callable[[PreTrainedModel], float] | None
-    """The mean score of a model's answers to the first of them, larger for a better model; None without answers."""
+    """The mean score of a model's completions of the first of them, larger for a better model; None without
+    completions."""
 
     @classmethod
     def for_plan(cls, plan: Plan, processor: Processor, samples: ModuleType, scoring: ModuleType) -> Validator:
-        """The validator of a plan, which answers and scores as `evaluate` does. samples, scoring: the task's modules of
-        these names."""
+        """The validator of a plan, which generates and scores completions as `evaluate` does. samples, scoring: the
+        task's modules of these names."""
         wanted = plan.validation
         assert wanted is not None
         records = samples.read_split(Path(plan.data_dir), wanted.split)
         collator = ConversationCollator.for_plan(plan, processor, records, samples)
         chosen = choose_samples(collator, plan)
         asked = [records[number] for number in chosen[: wanted.score_samples]]
-        log.info("validates on %s of %s, answers %d", pluralize(len(chosen), "sample"), wanted.split, len(asked))
+        log.info("validates on %s of %s, completes %d", pluralize(len(chosen), "sample"), wanted.split, len(asked))
         questions = [samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in asked]
 
         def score(model: PreTrainedModel) -> float:
-            answerer = Answerer(
+            generator = TextGenerator(
                 model=model,
                 processor=processor,
                 samples=samples,
@@ -69,7 +70,7 @@ class Validator:
                 batch_size=plan.schedule.micro_batch,
                 settings=EvaluationParams(max_new_tokens=wanted.max_new_tokens, max_length=wanted.max_length),
             )
-            rows = score_answers(answerer, asked, questions, scoring).rows
+            rows = score_completions(generator, asked, questions, scoring).rows
             return fmean(row[scoring.ordered_by(record)] for record, row in zip(asked, rows, strict=True))
 
         return cls(collator=collator, chosen=chosen, score=score if asked else None)
@@ -79,10 +80,10 @@ class Validator:
         with torch.no_grad():
             found = {LOSS: self._loss(trainer)}
         if self.score is not None and isfinite(found[LOSS]):
-            with answering(trainer) as model:
+            with generating(trainer) as model:
                 found[SCORE] = self.score(model)
         elif self.score is not None:
-            found[SCORE] = nan  # the model answers nothing that could be scored
+            found[SCORE] = nan  # no completion could be scored
         return found
 
     def _loss(self, trainer: RecipeTrainer) -> float:
@@ -122,7 +123,7 @@ def choose_samples(collator: ConversationCollator, plan: Plan) -> tuple[int, ...
 
 
 @contextmanager
-def answering(trainer: RecipeTrainer) -> Iterator[PreTrainedModel]:
+def generating(trainer: RecipeTrainer) -> Iterator[PreTrainedModel]:
     """The model below the trainer's wrappers, its adapters in place, as it can generate: attention that takes padding,
     in the precision of the training."""
     model, plan = trainer.accelerator.unwrap_model(trainer.model), trainer.plan

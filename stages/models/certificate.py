@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
@@ -33,17 +33,17 @@ class QuantizationCost:
     """On the probes, merged against adapter on quantized base, as a share of what training changed there; None if
     training changed nothing."""
     samples: int
-    """Validation samples that both models answered."""
+    """Validation samples that both models completed."""
     batch_size: int
     """Generation batch size; in 16-bit arithmetic completions depend on it."""
-    same_answers: int
-    """Number of samples with equal completions."""
+    same_completions: Annotated[int, Field(validation_alias=AliasChoices("same_completions", "same_answers"))]
+    """Number of samples with equal completions. Files of earlier versions have the other name."""
     trained: dict[str, float | int | str]
     """The task's metrics of the model as it was trained, on quantized weights."""
     merged: dict[str, float | int | str]
 
     def __str__(self) -> str:
-        same = f"{self.same_answers} of {self.samples} answers are the same"
+        same = f"{self.same_completions} of {self.samples} completions are the same"
         if self.logit_deviation is None:
             return same
         return f"{same}, logits off by {self.logit_deviation:.2g} of what training changed"

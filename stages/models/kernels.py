@@ -47,8 +47,8 @@ class ThreadIndependentLayerNorm(nn.LayerNorm):
 def turn_off_cudnn_attention() -> None:
     """Leave SDPA to torch's own kernels in this process, which training takes anyway: cuDNN's is not deterministic.
 
-    On a B200 torch 2.13 with cuDNN 9.20 gives wrong greedy answers for fewer than 8 key heads (pytorch/pytorch#193893),
-    and on Hopper it makes a plan for every new length, one a token.
+    On a B200 torch 2.13 with cuDNN 9.20 gives wrong greedy completions for fewer than 8 key heads
+    (pytorch/pytorch#193893), and on Hopper it makes a plan for every new length, one a token.
     """
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 

@@ -102,24 +102,25 @@ def quantization_cost(
     probes: Sequence[Conversation],
     merged: tuple[torch.Tensor, list[str], dict[str, Any]],
     *,
-    answer: Callable[[PreTrainedModel], tuple[list[str], dict[str, Any]]],
+    complete: Callable[[PreTrainedModel], tuple[list[str], dict[str, Any]]],
     batch_size: int,
 ) -> QuantizationCost:
     """Compare a merged model with its adapter on the quantized base that it was trained on.
 
-    merged: logits on the probes, answers to some samples, and their metrics. answer: gives the latter two of a model.
+    merged: logits on the probes, completions of some samples, and their metrics. complete: gives the latter two of a
+    model.
     """
-    merged_logits, merged_answers, merged_metrics = merged
+    merged_logits, merged_completions, merged_metrics = merged
     base_logits = probe_logits(base, processor, probes)
     trained = load_trained(base, trained_dir).eval()
     assert isinstance(trained, PeftModel), "weights in 4 bits are trained by adapters alone"
     deviation = relative_deviation(merged_logits, probe_logits(trained, processor, probes), base_logits)
-    answers, metrics = answer(trained.get_base_model())
+    completions, metrics = complete(trained.get_base_model())
     return QuantizationCost(
         logit_deviation=deviation if isfinite(deviation) else None,
-        samples=len(answers),
+        samples=len(completions),
         batch_size=batch_size,
-        same_answers=sum(map(eq, merged_answers, answers)),
+        same_completions=sum(map(eq, merged_completions, completions)),
         trained=metrics,
         merged=merged_metrics,
     )

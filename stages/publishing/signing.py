@@ -28,7 +28,7 @@ who must know who signed compares its fingerprint with the publisher's, or verif
 STATEMENT_FILE = "provenance.intoto.json"
 FOLDER_DIGEST = "bakeoffFolder"
 """Digest algorithm of a folder: SHA-256 over its files' names and SHA-256 (stages/core/lineage.py)."""
-BUILD_TYPE = "urn:bakeoff:stages:v3"
+BUILD_TYPE = "urn:bakeoff:stages:v4"
 """Form of the statement's records and of evidence/. Its number rises when a field of one of them comes or goes."""
 UNSIGNED = (SIGNATURE_FILE, ".cache", ".git", ".gitattributes")
 """Names that may be in the folder without being signed: the signature, and those that the hub and its client add."""

@@ -121,7 +121,7 @@ class Contender:
 
     @property
     def answers(self) -> str | None:
-        """The file of answers that it is, for one without a model."""
+        """Path of its answers file, for one without a model."""
         path = self.run.metrics.get("answers") if self.run else None
         return str(path) if path else None
 
@@ -442,7 +442,7 @@ def _why_left_out(contender: Contender, *, over_seeds: bool) -> str:
 
 
 def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Question]:
-    """The task's own, then every recipe against the base it comes from, and against each file of answers."""
+    """The task's own, then every recipe against the base it comes from, and against each answers file."""
     asked = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
     return (
         asked

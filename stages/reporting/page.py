@@ -62,7 +62,7 @@ WIDTH = 5.6
 _CURVE_CAPTIONS = {
     "training loss": "Training loss as logged (faint) and smoothed. Losses of different masking do not compare.",
     "validation loss": "Loss while training, of samples that the model is not trained on.",
-    "validation score": "Mean score of the answers to some of them.",
+    "validation score": "Mean score of the completions of some of them.",
 }
 """Captions, by the names of runs.CURVES."""
 
@@ -200,7 +200,7 @@ def inline_image(path: Path, description: str) -> InlineImage:
 
 
 def _gallery(run: Run) -> dict[str, list[InlineImage]]:
-    """The examples of a run by kind, and how many answers there are of each kind of failure."""
+    """The examples of a run by kind, and how many completions there are of each kind of failure."""
 
     def heading(kind: str) -> str:
         count = run.metrics.get(f"{FAILURE}{kind}")

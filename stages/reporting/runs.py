@@ -35,7 +35,7 @@ EXAMPLES_DIR = "examples"
 EXAMPLE_KINDS = ("best", "worst", "random")
 """Example images are named KIND-anything.png."""
 FAILURE = "failure_"
-"""Begins the names of metrics that count answers by their kind of failure, of which there are examples too."""
+"""Begins the names of metrics that count completions by their kind of failure, of which there are examples too."""
 LOSS_CURVE = "training/plots/metrics/train/loss.tsv"
 CURVES = {
     "training loss": LOSS_CURVE,

@@ -385,16 +385,16 @@ def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
         Column("samples", "Samples", ","),
         Column("trained", f"{metric.heading} as trained", metric.format),
         Column("merged", "Merged", metric.format),
-        Column("same_answers", "Same answers", ","),
+        Column("same_completions", "Same completions", ","),
         Column("logit_deviation", "Logits off by", ".1%"),
     )
     rows = []
     for run in runs:
         if run.certificate and (cost := run.certificate.quantization_cost):
             figures = cost.trained.get(metric.key), cost.merged.get(metric.key)
-            rows.append((run.name, cost.samples, *figures, cost.same_answers, cost.logit_deviation))
+            rows.append((run.name, cost.samples, *figures, cost.same_completions, cost.logit_deviation))
     lead = (
-        "Adapters trained on weights in 4 bits are merged into the unquantized ones. Both models answered the same "
+        "Adapters trained on weights in 4 bits are merged into the unquantized ones. Both models completed the same "
         "validation samples."
     )
     return Table.of(columns, rows, title="Merged out of 4 bits", lead=lead)

@@ -29,7 +29,7 @@ from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, LimitParams
 from stages.core.tasks import load_task
 from stages.data.prepared import prepare
-from stages.evaluation.answer import completion_of, generate_answers
+from stages.evaluation.generate import completeness_test, generate_completions
 from stages.internals.accelerate_internals import reset_accelerator
 from stages.mixture.trainer import make_trainer
 from stages.models.adapters import load_trainable, lora_config
@@ -177,9 +177,9 @@ class Bench:
         model, processor = load_base(plan).eval(), load_processor(Path(plan.base_dir), plan.images)
         ask = partial(self.samples.conversation, answered=False, answer_format=plan.answer_format)
         questions = list(map(ask, self.records[:COMPLETIONS]))
-        limits: dict[str, Any] = {"max_new_tokens": 64, "complete": completion_of(self.samples, plan.answer_format)}
+        limits: dict[str, Any] = {"max_new_tokens": 64, "complete": completeness_test(self.samples, plan.answer_format)}
         began = now_s()
-        generate_answers(model, processor, questions, batch_size=batch_size, **limits)
+        generate_completions(model, processor, questions, batch_size=batch_size, **limits)
         return now_s() - began
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.params import load_params
 from stages.core.tasks import load_task
-from stages.evaluation.answer import answered_tokens, load_answerer
+from stages.evaluation.generate import generated_tokens, load_generator
 from stages.evaluation.vllm import environment
 from stages.evaluation.vllm.engine import (
     CERTIFICATE_FILE,
@@ -49,7 +49,7 @@ def found(
     """Compared with a view that finds both tokens by far the likeliest, at log-probabilities of -0.1."""
     theirs = Completion(prompt=prompt or [1, 2], tokens=[7, 8], log_probs=log_probs)
     ours = View(prompt=[1, 2], log_probs=torch.tensor([-0.1, -0.1]), margins=torch.tensor(margins or [-5.0, -5.0]))
-    return difference(theirs, ours, same_answer=same, tolerance=TOLERANCE["fp32"])
+    return difference(theirs, ours, same_words=same, tolerance=TOLERANCE["fp32"])
 
 
 def test_only_more_than_rounding_is_a_difference() -> None:
@@ -60,7 +60,7 @@ def test_only_more_than_rounding_is_a_difference() -> None:
     assert "off by nan" in found([-0.1, math.nan])
     assert "token 2 is 3, not 2" in found([-0.1, -0.1], prompt=[1, 3])
     assert "token 3 is 3, not None" in found([-0.1, -0.1], prompt=[1, 2, 3])
-    assert "token 2 of the answer" in found([-0.1, -0.1], margins=[-5.0, 0.003])
+    assert "token 2 of the completion" in found([-0.1, -0.1], margins=[-5.0, 0.003])
     assert "no token of it was a close choice" in found([-0.1, -0.1], same=False)
 
 
@@ -87,12 +87,12 @@ def test_the_worker_holds_few_images_at_once_and_keeps_the_order(tmp_path: Path)
     prompts = [{"ids": [number], "images": ["0.png"] * 3} for number in range(70)]
     request = {"engine": {}, "max_tokens": 1, "end_tokens": [0], "prompts": prompts, "pixels_at_once": 40}
     (tmp_path / "request.json").write_text(json.dumps(request))
-    limited = f"ulimit -n 50 && exec {sys.executable} {environment.WORKER} answer {tmp_path}"
+    limited = f"ulimit -n 50 && exec {sys.executable} {environment.WORKER} generate {tmp_path}"
     output = subprocess.check_output(["sh", "-c", limited], env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True)
-    answers = json.loads((tmp_path / "answers.json").read_text())["answers"]
-    assert [answer["tokens"] for answer in answers] == [[number] for number in range(70)]
+    completions = json.loads((tmp_path / "completions.json").read_text())["completions"]
+    assert [completion["tokens"] for completion in completions] == [[number] for number in range(70)]
     assert (tmp_path / "batches").read_text().split() == ["3"] * 23 + ["1"]
-    assert output.splitlines()[-1] == "answered 70/70"
+    assert output.splitlines()[-1] == "completions 70/70"
 
 
 def test_vllm_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +115,8 @@ def install(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def own_answers(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Our own model's answers in vLLM's form; the working folder is a workspace that is ready to evaluate by vLLM."""
+def own_completions(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Our own model's completions in vLLM's form; the working folder is a workspace, ready to evaluate by vLLM."""
     raw = small_params(tiny_vlm)
     tiny = raw["profiles"]["tiny"]
     tiny["datasets"]["nutrition-tables"]["limit"]["val"] = QUESTIONS
@@ -131,40 +131,43 @@ def own_answers(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         samples, profile = load_task("detection", "samples"), load_params().active
         records = samples.read_split(Path("data/prepared/nutrition-tables"), "val")
         questions = [samples.conversation(record, answered=False, answer_format=None) for record in records]
-        answerer, _ = load_answerer(Path("data/bases/vlm"), profile, samples, answer_format=None, batch_size=1)
-        answers = []
+        generator, _ = load_generator(Path("data/bases/vlm"), profile, samples, answer_format=None, batch_size=1)
+        completions = []
         for question in questions:
-            batch = encode(answerer.processor, [question], padding_side="left")
+            batch = encode(generator.processor, [question], padding_side="left")
             with torch.inference_mode():
-                ((_, tokens),) = answered_tokens(
-                    answerer.model, [([0], batch)], lambda _: False, batch_size=1, max_new_tokens=8
+                ((_, tokens),) = generated_tokens(
+                    generator.model, [([0], batch)], lambda _: False, batch_size=1, max_new_tokens=8
                 )
-            seen = view(answerer.model, answerer.processor, question, tokens, room=None)
+            seen = view(generator.model, generator.processor, question, tokens, room=None)
             assert seen.prompt == batch["input_ids"][0].tolist()
             assert (seen.margins <= 1e-5).all(), "its own tokens are the likeliest"
-            answers.append({"prompt": seen.prompt, "tokens": list(tokens), "log_probs": seen.log_probs.tolist()})
-        other = view(answerer.model, answerer.processor, question, [*tokens[:-1], (tokens[-1] + 1) % 100], room=None)
+            completions.append({"prompt": seen.prompt, "tokens": list(tokens), "log_probs": seen.log_probs.tolist()})
+        other = view(generator.model, generator.processor, question, [*tokens[:-1], (tokens[-1] + 1) % 100], room=None)
         assert other.margins[-1] > 0
         torch.testing.assert_close(other.log_probs[:-1], seen.log_probs[:-1])
-        words = tokenizer_of(answerer.processor)("other words")["input_ids"]
-        yield {"version": "0", "answers": answers, "seconds": 2.0, "words": words, "id": records[SAMPLES - 1].image_id}
+        words = tokenizer_of(generator.processor)("other words")["input_ids"]
+        name = records[SAMPLES - 1].image_id
+        yield {"version": "0", "completions": completions, "seconds": 2.0, "words": words, "id": name}
 
 
 def worker(script: str) -> None:
-    """Replace vLLM's interpreter, which is called with WORKER answer FOLDER."""
+    """Replace vLLM's interpreter, which is called with WORKER generate FOLDER."""
     Path("vllm/bin/python").write_text(f"#!/bin/sh\n{script}\n")
 
 
-def answers_from(answers: dict[str, Any]) -> None:
-    Path("vllm/answers.json").write_text(json.dumps(answers))
-    worker(f'cp "{Path.cwd()}/vllm/answers.json" "$3" && cp "$3/request.json" "{Path.cwd()}/vllm" && env >vllm/env')
+def completions_from(completions: dict[str, Any]) -> None:
+    Path("vllm/completions.json").write_text(json.dumps(completions))
+    worker(f'cp "{Path.cwd()}/vllm/completions.json" "$3" && cp "$3/request.json" "{Path.cwd()}/vllm" && env >vllm/env')
 
 
 @pytest.mark.pipeline
-def test_vllm_answers_are_scored_and_the_first_ones_certified(own_answers: dict[str, Any]) -> None:
-    *others, last = own_answers["answers"]  # the last is not certified
-    tokens = own_answers["words"]
-    answers_from(own_answers | {"answers": [*others, last | {"tokens": tokens, "log_probs": [0.0] * len(tokens)}]})
+def test_vllm_completions_are_scored_and_the_first_ones_certified(own_completions: dict[str, Any]) -> None:
+    *others, last = own_completions["completions"]  # the last is not certified
+    tokens = own_completions["words"]
+    completions_from(
+        own_completions | {"completions": [*others, last | {"tokens": tokens, "log_probs": [0.0] * len(tokens)}]}
+    )
     Path("data/runs", NAME, ".vllm-left").mkdir(parents=True)
     done("evaluate", NAME)
     rows = pq.read_table(f"data/runs/{NAME}/predictions.parquet").to_pylist()
@@ -182,7 +185,7 @@ def test_vllm_answers_are_scored_and_the_first_ones_certified(own_answers: dict[
 
 
 @pytest.mark.pipeline
-def test_only_certified_weights_are_served(own_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_certified_weights_are_served(own_completions: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execve", lambda python, words, variables: started.append(words))
     if (CARD / CERTIFICATE_FILE).exists():
@@ -195,7 +198,7 @@ def test_only_certified_weights_are_served(own_answers: dict[str, Any], monkeypa
         profile = replace(params.active, evaluation=replace(params.active.evaluation, engine="transformers"))
         in_transformers = replace(params, profiles={params.profile: profile})
         serve.require_certificate(in_transformers, NAME, model="", engine="")
-    answers_from(own_answers)
+    completions_from(own_completions)
     done("evaluate", NAME)
     assert CliRunner().invoke(serve.main, [NAME, "--port", "8001"]).exit_code == 0
     (words,) = started
@@ -217,24 +220,24 @@ def test_only_certified_weights_are_served(own_answers: dict[str, Any], monkeypa
         (0.0003, slice(None), "log-probabilities are off by 0.0003 on average"),
     ],
 )
-def test_other_answers_are_refused_and_nothing_is_written(
-    own_answers: dict[str, Any], change: float, of: slice, reason: str
+def test_other_completions_are_refused_and_nothing_is_written(
+    own_completions: dict[str, Any], change: float, of: slice, reason: str
 ) -> None:
     shutil.rmtree("data/runs", ignore_errors=True)
-    wrong = copy.deepcopy(own_answers)
-    for answer in wrong["answers"][of]:
-        answer["log_probs"] = [each - change for each in answer["log_probs"]]
-    answers_from(wrong)
-    assert reason.format(id=own_answers["id"]) in refused("evaluate", NAME)
+    wrong = copy.deepcopy(own_completions)
+    for completion in wrong["completions"][of]:
+        completion["log_probs"] = [each - change for each in completion["log_probs"]]
+    completions_from(wrong)
+    assert reason.format(id=own_completions["id"]) in refused("evaluate", NAME)
     assert not Path("data/runs", NAME, "metrics.json").exists()
 
 
 @pytest.mark.pipeline
-def test_a_completion_that_vllm_had_no_room_for_is_refused(own_answers: dict[str, Any]) -> None:
-    wrong = copy.deepcopy(own_answers)
-    last = wrong["answers"][-1]
+def test_a_completion_that_vllm_had_no_room_for_is_refused(own_completions: dict[str, Any]) -> None:
+    wrong = copy.deepcopy(own_completions)
+    last = wrong["completions"][-1]
     last["tokens"], last["log_probs"] = last["tokens"][:2], last["log_probs"][:2]
-    answers_from(wrong)
+    completions_from(wrong)
     assert "after 2 tokens" in refused("evaluate", NAME)
 
 
@@ -248,7 +251,7 @@ def test_a_completion_that_vllm_had_no_room_for_is_refused(own_answers: dict[str
     ],
 )
 def test_a_worker_that_dies_is_quoted_and_out_of_memory_recognised(
-    own_answers: dict[str, Any], output: str, end: str, reason: str, code: int
+    own_completions: dict[str, Any], output: str, end: str, reason: str, code: int
 ) -> None:
     worker(f"echo '{output}' >&2; {end}")
     result = run("evaluate", NAME)

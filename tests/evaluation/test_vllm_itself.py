@@ -1,4 +1,4 @@
-"""vLLM itself, in .bakeoff/vllm: it answers as our own models, or is refused. Run by make test-vllm.
+"""vLLM itself, in .bakeoff/vllm: it generates as our own models, or is refused. Run by make test-vllm.
 
 It is a community's build for CPUs. vLLM takes theta 10,000 in a vision tower whatever the model's config.json says.
 """
@@ -92,7 +92,7 @@ def test_both_engines_give_the_same_predictions(name: str, task: str, workspace:
         found[engine] = (metrics, pq.read_table(f"data/runs/{name}/predictions.parquet").to_pylist())
     assert found["vllm"] == found["transformers"]
     certificate = EngineCertificate.read(Path("data/report", task, "runs", name, CERTIFICATE_FILE), fix="")
-    assert (certificate.samples, certificate.same_answers) == (SAMPLES, SAMPLES)
+    assert (certificate.samples, certificate.same_completions) == (SAMPLES, SAMPLES)
     assert 0 < certificate.log_prob_deviation < 1e-4
     assert not list(Path("data/runs").glob("*/.vllm-*"))
 
@@ -115,10 +115,10 @@ def ask(port: int, image_url: str, prompt: str) -> str:
         return str(json.loads(response.read())["choices"][0]["message"]["content"])
 
 
-def test_the_server_answers_as_evaluated_fetches_nothing_and_ends_with_ctrl_c(workspace: dict[str, Any]) -> None:
+def test_the_server_generates_as_evaluated_fetches_nothing_and_ends_with_ctrl_c(workspace: dict[str, Any]) -> None:
     use_engine(workspace, "vllm")
     done("evaluate", RUN)
-    answers = {
+    completions = {
         row["image_id"]: row["text"] for row in pq.read_table(f"data/runs/{RUN}/predictions.parquet").to_pylist()
     }
     samples = load_task("detection", "samples")
@@ -138,7 +138,7 @@ def test_the_server_answers_as_evaluated_fetches_nothing_and_ends_with_ctrl_c(wo
             for record in records:
                 *_, part = samples.conversation(record, answered=False, answer_format=None).messages[0]["content"]
                 url = f"data:image/png;base64,{base64.b64encode(record.image).decode()}"
-                assert ask(port, url, part["text"]).removesuffix("<|im_end|>") == answers[record.image_id]
+                assert ask(port, url, part["text"]).removesuffix("<|im_end|>") == completions[record.image_id]
             for elsewhere in ("http://127.0.0.1:9/a.png", f"file://{ROOT}/docs/report.png"):
                 with pytest.raises(HTTPError):
                     ask(port, elsewhere, "")

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES, family_of, require_precision
 from stages.data.conversation import Conversation, message
-from stages.evaluation.answer import decoded, end_tokens
+from stages.evaluation.generate import decoded, end_tokens
 from stages.models.adapters import part_of
 from stages.models.kernels import PACKED
 from stages.models.load import meta_model, new_model

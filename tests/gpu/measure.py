@@ -39,7 +39,7 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.params import load_params
 from stages.core.records import read_settings, yaml_text
 from stages.core.signals import end_with_parent
-from stages.evaluation.answer import answered_tokens
+from stages.evaluation.generate import generated_tokens
 from stages.internals.torch_internals import chosen_attention, cpu_peak, expand_segments
 from stages.launcher.gpus import driver_version
 from stages.memory.predict import MemoryPredictor, predict_generation
@@ -350,7 +350,7 @@ def measure_generation(device: str, *, setting: Setting, batch_size: int, new_to
     def seconds(length: int) -> float:
         batches = ((list(range(first, first + size)), dict(batch)) for first in range(0, batch_size, size))
         began = time.perf_counter()
-        for _ in answered_tokens(model, batches, lambda _: False, batch_size=batch_size, max_new_tokens=length):
+        for _ in generated_tokens(model, batches, lambda _: False, batch_size=batch_size, max_new_tokens=length):
             pass
         if plan.on_gpu:
             torch.cuda.synchronize()

@@ -67,7 +67,7 @@ def test_a_loaded_vision_tower_has_no_convolution_and_the_same_logits_and_gradie
     """hooked: accelerate's hooks were there first, as on several GPUs."""
     torch.backends.cuda.enable_cudnn_sdp(enabled=True)
     model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
-    assert not torch.backends.cuda.cudnn_sdp_enabled(), "it gives wrong answers on a B200"
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "it gives wrong completions on a B200"
     if hooked:
         model.model.visual.patch_embed.proj.__class__ = nn.Conv3d
         dispatch_model(model, {"": "cpu"}, force_hooks=True)

@@ -82,7 +82,7 @@ def workspace(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pipeline
-def test_a_photograph_is_answered_as_by_evaluate(page: Any, workspace: Path, tmp_path: Path) -> None:
+def test_a_photograph_is_completed_as_by_evaluate(page: Any, workspace: Path, tmp_path: Path) -> None:
     form, models = form_of(DETECTION), command.load_models(load_params(), DETECTION, with_base=True)
     assert [model.name.split()[0] for model in models] == ["bases/vlm", DETECTION]
     boxes = 0
@@ -92,9 +92,9 @@ def test_a_photograph_is_answered_as_by_evaluate(page: Any, workspace: Path, tmp
         question = form.question(str(path))
         for model, name in zip(models, ("base-vlm", DETECTION), strict=True):
             row = pq.read_table(f"data/runs/{name}/predictions.parquet").to_pylist()[index]
-            text = page.answer(model, question)
+            text = page.complete(model, question)
             assert text == row["text"]
-            image, markdown = form.shown(question, text, model.answerer)
+            image, markdown = form.shown(question, text, model.generator)
             assert image is not None
             assert (f"of {record.width} x {record.height} pixels" in markdown) == bool(row["boxes"])
             boxes += len(row["boxes"])
@@ -102,16 +102,16 @@ def test_a_photograph_is_answered_as_by_evaluate(page: Any, workspace: Path, tmp
 
 
 @pipeline
-def test_a_sentence_is_answered_as_by_predict(page: Any, workspace: Path) -> None:
+def test_a_sentence_is_completed_as_by_predict(page: Any, workspace: Path) -> None:
     form, (model,) = form_of(AMR), command.load_models(load_params(), AMR, with_base=False)
     predicted = Path("data/predictions/unknown.txt").read_text(encoding="utf-8").split("\n\n")
     for sentence, block in zip(SENTENCES, predicted, strict=True):
         question = form.question(f" {sentence}\n")
         header, graph = block.strip().split("\n", 1)
         assert header == f"#::snt {sentence}"
-        assert f"\n{graph}\n" in form.shown(question, page.answer(model, question), model.answerer)[1]
+        assert f"\n{graph}\n" in form.shown(question, page.complete(model, question), model.generator)[1]
     with pytest.raises(UserError, match=r"too long: .* tokens"):
-        page.answer(model, form.question("Tôi đọc sách . " * 20_000))
+        page.complete(model, form.question("Tôi đọc sách . " * 20_000))
 
 
 @pytest.mark.parametrize("record", [fact(1), meeting(1)])
@@ -229,9 +229,9 @@ def test_a_photograph_in_a_browser_gets_its_boxes(page: Any, workspace: Path, tm
                 tab.set_input_files("input[type=file]", tmp_path / "photograph.jpg")
                 for index, name in enumerate(("base-vlm", DETECTION)):
                     row = pq.read_table(f"data/runs/{name}/predictions.parquet").to_pylist()[0]
-                    answered = tab.get_by_label("Answer, word for word").nth(index)
-                    tab.wait_for_function("box => box.value", arg=answered.element_handle())
-                    assert answered.input_value() == row["text"]
+                    completed = tab.get_by_label("Completion, word for word").nth(index)
+                    tab.wait_for_function("box => box.value", arg=completed.element_handle())
+                    assert completed.input_value() == row["text"]
                     source = tab.locator("img").nth(index).get_attribute("src")
                     drawn = Image.open(io.BytesIO(tab.request.get(source).body()))
                     boxes = [(tuple(box), label or "?") for box, label in zip(row["boxes"], row["labels"], strict=True)]
@@ -241,7 +241,7 @@ def test_a_photograph_in_a_browser_gets_its_boxes(page: Any, workspace: Path, tm
                 problem = tab.get_by_label("Cannot be asked")
                 problem.wait_for()
                 assert "3600000000 pixels" in problem.input_value()
-                assert tab.get_by_label("Answer, word for word").first.input_value() == ""
+                assert tab.get_by_label("Completion, word for word").first.input_value() == ""
             assert list(scratch.iterdir())
             process.send_signal(signal.SIGINT)
             rest = process.communicate()[0]
@@ -257,7 +257,7 @@ def test_a_sentence_in_a_browser_gets_a_drawn_graph(
     page: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = f"(muốn :agent (cậu_bé #1) :polarity - :theme ({HOSTILE} :agent #1))"
-    monkeypatch.setattr(page, "answer", lambda model, question: graph)
+    monkeypatch.setattr(page, "complete", lambda model, question: graph)
     with served(page, form_of(AMR), command.load_models(load_params(), AMR, with_base=False)) as tab:
         tab.get_by_label("A sentence").fill("Cậu bé không muốn mua .")
         tab.get_by_role("button", name="Ask").click()

@@ -4,8 +4,8 @@ Reads   the model that `evaluate` scores and its certificate, the base that it w
 Writes  nothing; uploads are in a temporary folder until the end
 Run     make try RUN=r4-joint
 
-Answers are those of `predict` and `evaluate`: the same models, questions and settings, one question at a time. The page
-is on loopback only and loads nothing from elsewhere. It needs gradio (make setup EXTRAS=try).
+Completions are those of `predict` and `evaluate`: the same models, questions and settings, one question at a time. The
+page is on loopback only and loads nothing from elsewhere. It needs gradio (make setup EXTRAS=try).
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def main(name: str, alone: bool, port: int | None) -> None:
 
 
 def load_models(params: Params, name: str, *, with_base: bool) -> list[LoadedModel]:
-    """The base of a recipe, if asked for, and the run's model, each ready to answer one question at a time.
+    """The base of a recipe, if asked for, and the run's model, each ready to complete one question at a time.
 
     Raises UserError if a model's files are not as recorded.
     """
-    from stages.evaluation.answer import load_answerer
+    from stages.evaluation.generate import load_generator
     from tools.try_run.page import LoadedModel
 
     root, answer_format = params.root(name) if with_base else None, answer_format_of(params, name)
@@ -81,7 +81,7 @@ def load_models(params: Params, name: str, *, with_base: bool) -> list[LoadedMod
     return [
         LoadedModel(
             name=f"{model} ({short(lineage.digest)})",
-            answerer=load_answerer(folder, profile, samples, answer_format=answer_format, batch_size=1)[0],
+            generator=load_generator(folder, profile, samples, answer_format=answer_format, batch_size=1)[0],
         )
         for model, (folder, lineage) in folders.items()
     ]

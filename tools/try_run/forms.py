@@ -1,4 +1,4 @@
-"""A task on a page: the fields that a person fills in, the question made of them, and the answer as it is shown."""
+"""A task on a page: the fields that a person fills in, the question made of them, and the completion as it is shown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from stages.core.params.schema import Params
-    from stages.evaluation.answer import Answerer
+    from stages.evaluation.generate import TextGenerator
 
 
 Field = tuple[Literal["image", "line", "text"], str]
@@ -33,7 +33,7 @@ Field = tuple[Literal["image", "line", "text"], str]
 
 
 def answer_format_of(params: Params, name: str) -> str | None:
-    """The form of a run's answers: a recipe's is in its plan."""
+    """The answer format of a run: a recipe's is in its plan."""
     return read_plan(name).answer_format if name in params.recipes else params.subject(name).answer_format
 
 
@@ -54,14 +54,14 @@ def _text(value: str, name: str = "") -> str:
 
 
 class Form:
-    """A message with a system prompt, answered in text: the form of every task that has none of its own."""
+    """A message with a system prompt, completed in text: the form of every task that has none of its own."""
 
     fields: tuple[Field, ...] = (
         ("line", "A message"),
         ("text", "A system prompt before all messages, or nothing"),
     )
     output: Literal["image", "text", "dialogue"] = "dialogue"
-    """The form of an answer. In a dialogue, each question follows the turns before it (`following`)."""
+    """The form of a completion. In a dialogue, each question follows the turns before it (`following`)."""
 
     def __init__(self, params: Params, name: str) -> None:
         """name: of a recipe or a baseline."""
@@ -72,7 +72,7 @@ class Form:
         before = [message("system", system)] if system else []
         return Conversation(sample_id="message", messages=[*before, message("user", text)])
 
-    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> tuple[Image | None, str]:
+    def shown(self, question: Conversation, completion: str, generator: TextGenerator) -> tuple[Image | None, str]:
         """An image and Markdown, in which text of a model or a person is escaped, for the page to show above the
         completion; by default nothing."""
         return None, ""
@@ -99,24 +99,24 @@ class DetectionForm(Form):
         record = replace(self.sample, **fields, boxes=(), labels=(), categories=())
         return conversation(record, answered=False)
 
-    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> tuple[Image | None, str]:
+    def shown(self, question: Conversation, completion: str, generator: TextGenerator) -> tuple[Image | None, str]:
         from stages.models.prompts import resizing
 
         (record,) = question.images
         assert isinstance(record, DetectionRecord)
-        resized = resizing(answerer.processor)
+        resized = resizing(generator.processor)
         assert resized is not None, "the task is refused to models without a vision tower"
-        family = codec_of(record.answer, answerer.model.config.model_type)
-        decoded = decode_boxes(answer, family=family, size=resized(record.width, record.height))
+        family = codec_of(record.answer, generator.model.config.model_type)
+        decoded = decode_boxes(completion, family=family, size=resized(record.width, record.height))
         found = [(box, label or "?") for box, label in zip(decoded.boxes, decoded.labels, strict=True)]
         w, h = record.width, record.height
         boxes = [
             f"x {x0 * w:.0f} to {x1 * w:.0f}, y {y0 * h:.0f} to {y1 * h:.0f} of {w} x {h} pixels"
             for x0, y0, x1, y1 in decoded.boxes
         ]
-        text = "The answer says that there is none." if decoded.none else "; ".join(boxes)
+        text = "The completion says that there is none." if decoded.none else "; ".join(boxes)
         image = draw_boxes(record, found, PREDICTION_COLOUR)
-        return image, text or "No box can be read in the answer."
+        return image, text or "No box can be read in the completion."
 
 
 class AmrForm(Form):
@@ -134,12 +134,12 @@ class AmrForm(Form):
             raise UserError("one sentence at a time, on one line")
         return amr.conversation(sentence, answer_format=self.answer_format)
 
-    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> tuple[Image | None, str]:
-        """The graph that `predict` writes: the answer's, a repaired one, or an empty one."""
-        submission = amr.submission([question.sample_id], [answer], answer_format=self.answer_format)
+    def shown(self, question: Conversation, completion: str, generator: TextGenerator) -> tuple[Image | None, str]:
+        """The graph that `predict` writes: the completion's, a repaired one, or an empty one."""
+        submission = amr.submission([question.sample_id], [completion], answer_format=self.answer_format)
         _, graph = submission.text.replace("\r\n", "\n").split("\n", 1)
-        note = "The answer is no graph; this is its repair.\n" if submission.repaired else ""
-        note += "The answer holds no concept; `predict` writes an empty graph.\n" if submission.empty else ""
+        note = "The completion is no graph; this is its repair.\n" if submission.repaired else ""
+        note += "The completion holds no concept; `predict` writes an empty graph.\n" if submission.empty else ""
         drawn = "\n".join(mermaid(read_graph(graph)))
         fence = "```"
         while fence in graph:

@@ -18,7 +18,7 @@ from stages.planning.memory_use import recognised_out_of_memory
 from tools.try_run.forms import Form, following
 
 if TYPE_CHECKING:
-    from stages.evaluation.answer import Answerer
+    from stages.evaluation.generate import TextGenerator
 
 SUFFIXES = [f".{name.lower()}" for name in (*FORMATS, "JPG", "TIF")]
 
@@ -26,21 +26,22 @@ SUFFIXES = [f".{name.lower()}" for name in (*FORMATS, "JPG", "TIF")]
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     name: str
-    answerer: Answerer
+    generator: TextGenerator
 
 
-def answer(model: LoadedModel, question: Conversation) -> str:
+def complete(model: LoadedModel, question: Conversation) -> str:
     """Raises UserError for a question that is too long for the model."""
     from stages.models.prompts import encode
 
-    answerer = model.answerer
-    settings, longest = answerer.settings, answerer.model.config.get_text_config().max_position_embeddings
-    tokens = encode(answerer.processor, [question], padding_side="left", max_length=settings.room)["input_ids"].shape[1]
+    generator = model.generator
+    settings, longest = generator.settings, generator.model.config.get_text_config().max_position_embeddings
+    inputs = encode(generator.processor, [question], padding_side="left", max_length=settings.room)
+    tokens = inputs["input_ids"].shape[1]
     if tokens + settings.max_new_tokens > longest:
         raise UserError(
-            f"too long: {tokens:,} tokens, and {settings.max_new_tokens:,} of the answer; the model takes {longest:,}"
+            f"too long: {tokens:,} tokens, and {settings.max_new_tokens:,} to generate; the model takes {longest:,}"
         )
-    return answerer.answers([question])[0]
+    return generator.completions([question])[0]
 
 
 def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Blocks:
@@ -50,16 +51,16 @@ def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Block
             asked = form.question(*(each or "" for each in given))
             questions = [following(asked, turns_of(each)) for each in dialogues] or [asked] * len(models)
             with recognised_out_of_memory():
-                answers = [answer(*each) for each in zip(models, questions, strict=True)]
+                completions = [complete(*each) for each in zip(models, questions, strict=True)]
         except (UserError, OutOfMemory) as error:
             kept = dialogues or [None] * len(outputs)
             return [gr.Textbox(value=error.message, visible=True), *kept]
         results: list[Any] = [gr.Textbox(value="", visible=False)]
-        for model, question, text in zip(models, questions, answers, strict=True):
+        for model, question, text in zip(models, questions, completions, strict=True):
             if form.output == "dialogue":
                 results.append(dialogue_of([*question.messages, message("assistant", text)]))
                 continue
-            image, markdown = form.shown(question, text, model.answerer)
+            image, markdown = form.shown(question, text, model.generator)
             results += [*([image] if form.output == "image" else []), markdown, text]
         return results
 
@@ -95,14 +96,14 @@ def input_component(kind: str, label: str) -> Any:
 
 
 def output_components(form: Form) -> list[Any]:
-    """Components for one model's answers."""
+    """Components for one model's completions."""
     if form.output == "dialogue":
         return [gr.Chatbot(label="Conversation", render_markdown=False, buttons=["copy_all"])]
     image = {"format": "png", "interactive": False, "buttons": ["fullscreen", "download"]}
     return [
         *([gr.Image(label="Boxes", **image)] if form.output == "image" else []),
         gr.Markdown(),
-        gr.Textbox(label="Answer, word for word", interactive=False),
+        gr.Textbox(label="Completion, word for word", interactive=False),
     ]
 
 

@@ -1,7 +1,7 @@
 """The beginning of a stage, run again with today's code: if it computes the same, the recorded outputs may be kept.
 
 A training is stopped after its first steps, whose loss and gradient norm are compared with trace.csv, bit for bit; an
-evaluation answers some of its samples, whose rows are compared with those of predictions.parquet.
+evaluation completes some of its samples; their rows are compared with those of predictions.parquet.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class ValidationParams:
     samples: Positive = 64
     """Samples whose loss is computed."""
     score_samples: Annotated[int, Field(ge=0, lt=2**31)] = 24
-    """Number of them that the model also answers, for the score of a sample by its task."""
+    """Number of them that the model also completes, for the score of a sample by its task."""
     by: Literal["loss", "score"] = "loss"
     """The figure by which `keep: best` and `early_stopping` compare two validations."""
 
@@ -350,17 +350,17 @@ class BuildParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BaselineParams:
-    """A row to compare with: a base or a build, evaluated without training, or what another system answered."""
+    """A row to compare with: a base or a build, evaluated without training, or another system's completions."""
 
     task: Name
     base: Annotated[str, Field(pattern=r"^((bases|builds)/[^/]{1,100}|answers/[^/.][^/]{0,100})$")]
-    """`bases/NAME`, `builds/NAME`, or `answers/FILE`, a file of answers below data/ (docs/experiments.md)."""
+    """`bases/NAME`, `builds/NAME`, or `answers/FILE`, an answers file below data/ (docs/experiments.md)."""
     data: Name
     answer_format: Name | None = None
 
     @property
     def answers(self) -> str | None:
-        """Path of the file of answers; None for a model."""
+        """Path of the answers file, which has another system's completions; None for a model."""
         return f"data/{self.base}" if self.base.startswith("answers/") else None
 
 

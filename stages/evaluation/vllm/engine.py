@@ -1,7 +1,7 @@
-"""vLLM as the engine of an evaluation: it answers, and is certified to answer as our own model does.
+"""vLLM as the engine of an evaluation: it generates completions, certified to be those of our own model.
 
 The worker, a process in vLLM's environment, reads the questions from a folder and writes its completions there. After
-it has ended, our own model answers the first questions too, and reads vLLM's tokens for the others' log-probabilities.
+it has ended, our own model completes the first questions too, and computes the log-probabilities of vLLM's tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from itertools import zip_longest
 from pathlib import Path
 from signal import SIGKILL
 from threading import Thread
+from typing import Annotated
 
 import pydantic
 import torch
-from pydantic import TypeAdapter
+from pydantic import AliasChoices, Field, TypeAdapter
 from transformers import GenerationConfig, PreTrainedModel
 
 from stages.core.errors import OutOfMemory, UserError, listed, pluralize
@@ -33,7 +34,7 @@ from stages.core.records import STRICT_OR_NAN, Record
 from stages.core.signals import end_with_parent
 from stages.data.conversation import Conversation
 from stages.data.images import ImageRecord
-from stages.evaluation.answer import Answerer, decoded, end_tokens
+from stages.evaluation.generate import TextGenerator, decoded, end_tokens
 from stages.evaluation.vllm.environment import WORKER, Installed, engine_options, installed
 from stages.models.load import load_config
 from stages.models.prompts import Processor, encode, load_processor, rendered, shortened, tokenizer_of
@@ -43,7 +44,7 @@ log = logging.getLogger("stages")
 
 CERTIFICATE_FILE = "vllm.json"
 SAMPLES = 32
-"""Questions that both engines answer for the certificate."""
+"""Questions that both engines complete for the certificate."""
 PIXELS_AT_ONCE = 500_000_000
 """Pixels of the images that the worker holds before memory ran out; three bytes each."""
 
@@ -71,7 +72,7 @@ TOLERANCE = {
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
 class EngineCertificate(Record):
-    """vLLM answers as a run's own model does."""
+    """vLLM generates the completions of a run's own model."""
 
     run: str
     engine: str
@@ -91,12 +92,12 @@ class EngineCertificate(Record):
     """Largest of any token."""
     mean_deviation: float
     """Mean over all tokens."""
-    same_answers: int
-    """Samples that our own model answers word for word alike."""
+    same_completions: Annotated[int, Field(validation_alias=AliasChoices("same_completions", "same_answers"))]
+    """Samples that our own model completes word for word alike. Files of earlier versions have the other name."""
 
     def __str__(self) -> str:
         return (
-            f"{self.same_answers} of {pluralize(self.samples, 'answer')} are the same; log-probabilities of "
+            f"{self.same_completions} of {pluralize(self.samples, 'completion')} are the same; log-probabilities of "
             f"{pluralize(self.tokens, 'token')} are off by {self.mean_deviation:.1e} on average (at most "
             f"{self.tolerance.mean:g}) and by up to {self.log_prob_deviation:.1e} (at most {self.tolerance.largest:g})"
         )
@@ -115,12 +116,12 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completions:
+class WorkerResult:
     version: str
     """Version of vLLM."""
-    answers: list[Completion]
+    completions: list[Completion]
     seconds: float
-    """Time that vLLM took to answer."""
+    """Time that vLLM took for all completions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +147,8 @@ class VllmEngine:
             generation = GenerationConfig.from_pretrained(self.model_dir, local_files_only=True)
         return end_tokens(generation, tokenizer_of(processor))
 
-    def answer(self, parent: Path) -> Completions:
-        """Completions of all questions, by a worker that has ended when this returns.
+    def generate(self, parent: Path) -> WorkerResult:
+        """The completions of all questions, by a worker that has ended when this returns.
 
         parent: folder for the files that are exchanged with it. Raises UserError with the end of its output if it
         fails, OutOfMemory if memory ran out.
@@ -158,16 +159,16 @@ class VllmEngine:
         with tempfile.TemporaryDirectory(prefix=".vllm-", dir=parent) as folder_name:
             folder = Path(folder_name).absolute()
             self.write_request(folder)
-            log.info("vLLM answers %d questions", len(self.questions))
+            log.info("vLLM completes %d questions", len(self.questions))
             code, output = _run_worker(environment, folder)
             if code:
                 # The kernel kills a process that takes more memory than there is.
                 kind = OutOfMemory if code == -SIGKILL or says_out_of_memory(output) else UserError
                 reason = f"signal {-code}" if code < 0 else f"exit code {code}"
                 raise kind(f"vLLM ended with {reason}; its output ends in:\n{output}")
-            completions = TypeAdapter(Completions).validate_json((folder / "answers.json").read_text(encoding="utf-8"))
-        log.info("vLLM %s took %.1f s", completions.version, completions.seconds)
-        return completions
+            result = TypeAdapter(WorkerResult).validate_json((folder / "completions.json").read_text(encoding="utf-8"))
+        log.info("vLLM %s took %.1f s", result.version, result.seconds)
+        return result
 
     def write_request(self, folder: Path) -> None:
         """Write the worker's input: the prompts with one placeholder per image, and the images as files."""
@@ -191,38 +192,39 @@ class VllmEngine:
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
 
-    def certify(self, completions: Completions, answerer: Answerer) -> tuple[EngineCertificate, list[str]]:
+    def certify(self, result: WorkerResult, generator: TextGenerator) -> tuple[EngineCertificate, list[str]]:
         """The certificate, and the text of each completion up to where our own model would end it.
 
         Raises UserError if completions differ from our own model's by more than rounding explains, or if vLLM ended one
         early.
         """
         limit, tolerance = self.profile.evaluation.max_new_tokens, TOLERANCE[self.profile.memory.precision]
-        ends, tokenizer = self.end_tokens(answerer.processor), tokenizer_of(answerer.processor)
-        cut = [_cut(answer, answerer, ends) for answer in completions.answers]
-        texts = [decoded(tokenizer, answer.tokens, ends) for answer in cut]
+        ends, tokenizer = self.end_tokens(generator.processor), tokenizer_of(generator.processor)
+        cut = [_cut(completion, generator, ends) for completion in result.completions]
+        texts = [decoded(tokenizer, completion.tokens, ends) for completion in cut]
         num_cut = 0
-        for question, answer, whole in zip(self.questions, cut, completions.answers, strict=True):
-            if len(answer.tokens) == len(whole.tokens) and answer.tokens[-1] not in ends:
+        for question, completion, whole in zip(self.questions, cut, result.completions, strict=True):
+            if len(completion.tokens) == len(whole.tokens) and completion.tokens[-1] not in ends:
                 num_cut += 1
-                if len(answer.tokens) < limit:
+                if len(completion.tokens) < limit:
                     raise UserError(
-                        f"vLLM ended the answer to {question.sample_id} after {len(answer.tokens)} tokens: it has no "
-                        "room for more beside the question. Set max_length or a smaller max_new_tokens in the "
+                        f"vLLM ended the completion of {question.sample_id} after {len(completion.tokens)} tokens: it "
+                        "has no room for more beside the question. Set max_length or a smaller max_new_tokens in the "
                         "profile's evaluation, or take a GPU with more memory"
                     )
         if num_cut:
-            log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "answer"), limit)
-        own, same_answers = answerer.answers(self.questions[:SAMPLES]), 0
+            log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), limit)
+        own, same_completions = generator.completions(self.questions[:SAMPLES]), 0
         unlike, deviations = [], []
-        for question, answer, text, own_text in zip(self.questions, cut, texts, own, strict=False):
-            seen = view(answerer.model, answerer.processor, question, answer.tokens, room=self.profile.evaluation.room)
-            same_answers += text == own_text
-            if problem := difference(answer, seen, same_answer=text == own_text, tolerance=tolerance):
+        for question, completion, text, own_text in zip(self.questions, cut, texts, own, strict=False):
+            room = self.profile.evaluation.room
+            seen = view(generator.model, generator.processor, question, completion.tokens, room=room)
+            same_completions += text == own_text
+            if problem := difference(completion, seen, same_words=text == own_text, tolerance=tolerance):
                 unlike.append(f"{question.sample_id}: {problem}")
-            deviations.append((torch.tensor(answer.log_probs) - seen.log_probs).abs())
-        engine, device = f"vLLM {completions.version}", answerer.model.device
-        problem = f"{engine} does not answer as {self.name} does in transformers"
+            deviations.append((torch.tensor(completion.log_probs) - seen.log_probs).abs())
+        engine, device = f"vLLM {result.version}", generator.model.device
+        problem = f"{engine} does not generate as {self.name} does in transformers"
         if unlike:
             raise UserError(f"{problem}, in {len(unlike)} of {pluralize(len(own), 'sample')}:\n{listed(unlike, 5)}")
         off = torch.cat(deviations)
@@ -242,9 +244,9 @@ class VllmEngine:
             tokens=len(off),
             log_prob_deviation=off.max().item(),
             mean_deviation=off.mean().item(),
-            same_answers=same_answers,
+            same_completions=same_completions,
         )
-        log.info("%s answers as %s does in transformers: %s", engine, self.name, certificate)
+        log.info("%s generates as %s does in transformers: %s", engine, self.name, certificate)
         return certificate, texts
 
 
@@ -252,7 +254,7 @@ def _run_worker(environment: Installed, folder: Path) -> tuple[int, str]:
     """The worker's exit code and the end of its output; neither it nor a process that it started is left running."""
     lines: deque[str] = deque(maxlen=50)
     child = subprocess.Popen(
-        [str(environment.python), str(WORKER), "answer", str(folder)],
+        [str(environment.python), str(WORKER), "generate", str(folder)],
         env=environment.variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -265,7 +267,7 @@ def _run_worker(environment: Installed, folder: Path) -> tuple[int, str]:
 
     def read() -> None:
         for line in map(str.rstrip, child.stdout or ()):
-            if line.startswith("answered "):
+            if line.startswith("completions "):
                 log.info(line)
             elif line:
                 print(line, file=sys.stderr)
@@ -283,13 +285,14 @@ def _run_worker(environment: Installed, folder: Path) -> tuple[int, str]:
     return code, "\n".join(lines)
 
 
-def _cut(answer: Completion, answerer: Answerer, ends: set[int]) -> Completion:
+def _cut(completion: Completion, generator: TextGenerator, ends: set[int]) -> Completion:
     """The completion up to where our own model would end it."""
-    if (complete := answerer.complete) is None:
-        return answer
-    texts = (decoded(tokenizer_of(answerer.processor), answer.tokens[:n], ends) for n in range(1, len(answer.tokens)))
+    if (complete := generator.complete) is None:
+        return completion
+    tokenizer, tokens = tokenizer_of(generator.processor), completion.tokens
+    texts = (decoded(tokenizer, tokens[:length], ends) for length in range(1, len(tokens)))
     length = next((length for length, text in enumerate(texts, start=1) if complete(text)), None)
-    return replace(answer, tokens=answer.tokens[:length], log_probs=answer.log_probs[:length])
+    return replace(completion, tokens=tokens[:length], log_probs=completion.log_probs[:length])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,24 +313,24 @@ def view(
     """One forward pass over a question and T tokens of a completion, without padding."""
     inputs = encode(processor, [question], padding_side="left", max_length=room)
     prompt = inputs["input_ids"][0].tolist()
-    answer = torch.tensor([list(tokens)])
-    inputs["input_ids"] = torch.cat([inputs["input_ids"], answer], dim=1)
+    completion = torch.tensor([list(tokens)])  # (1, T)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], completion], dim=1)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if "mm_token_type_ids" in inputs:
-        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(answer)], dim=1)
+        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(completion)], dim=1)
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     # The logits of a position are those of the next token.
     logits = model(**inputs, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1].float().cpu()
     log_probs = logits.log_softmax(dim=-1)  # (T, vocabulary)
-    chosen = log_probs.gather(1, answer.T)
-    others = log_probs.scatter(1, answer.T, -torch.inf).amax(dim=1)
+    chosen = log_probs.gather(1, completion.T)
+    others = log_probs.scatter(1, completion.T, -torch.inf).amax(dim=1)
     return View(prompt=prompt, log_probs=chosen[:, 0], margins=others - chosen[:, 0])
 
 
-def difference(theirs: Completion, view: View, *, same_answer: bool, tolerance: Tolerance) -> str:
+def difference(theirs: Completion, view: View, *, same_words: bool, tolerance: Tolerance) -> str:
     """The differences of a completion that rounding does not explain; "" for none.
 
-    view: our model's, of vLLM's tokens. same_answer: whether our own model answers in the same words.
+    view: our model's, of vLLM's tokens. same_words: whether our own completion has the same words.
     """
     if theirs.prompt != view.prompt:
         pairs = enumerate(zip_longest(theirs.prompt, view.prompt), start=1)
@@ -337,9 +340,9 @@ def difference(theirs: Completion, view: View, *, same_answer: bool, tolerance: 
     another = (view.margins > tolerance.close).nonzero()
     problems = []
     if len(another):
-        problems.append(f"token {int(another[0]) + 1} of the answer is another")
-    elif not same_answer and not bool((view.margins.abs() <= tolerance.close).any()):
-        problems.append("the answer is another, and no token of it was a close choice")
+        problems.append(f"token {int(another[0]) + 1} of the completion is another")
+    elif not same_words and not bool((view.margins.abs() <= tolerance.close).any()):
+        problems.append("the completion is another, and no token of it was a close choice")
     if not bool((off <= tolerance.largest).all()):  # a NaN is unlike too
         problems.append(f"log-probabilities off by {off.max():.2g}")
     return "; ".join(problems)

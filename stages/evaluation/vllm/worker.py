@@ -1,12 +1,12 @@
-"""vLLM in a process of its own: answers prompts, or serves. Runs in vLLM's environment and imports nothing of ours.
+"""vLLM in a process of its own: completes prompts, or serves. Runs in vLLM's environment and imports nothing of ours.
 
-    python worker.py answer FOLDER          reads request.json there, writes answers.json
+    python worker.py generate FOLDER        reads request.json there, writes completions.json
     python worker.py serve OPTION ...       vLLM's OpenAI-compatible server, with the options of `vllm serve`
 
 request.json: `engine`, keywords of vllm.LLM; `max_tokens` and `end_tokens` of a completion; `pixels_at_once`, the limit
 of images in memory; `prompts`, each with its token ids (one placeholder per image) and the files of its images.
-answers.json: vLLM's version; for each prompt the ids that vLLM read (each image widened to its tokens), the ids of its
-completion, and the log-probability of each of these; and the seconds that all completions took.
+completions.json: vLLM's version; for each prompt the ids that vLLM read (each image widened to its tokens), the ids of
+its completion, and the log-probability of each of these; and the seconds that all completions took.
 """
 
 import json
@@ -57,7 +57,7 @@ def share_of_memory() -> dict[str, float]:
     return {"gpu_memory_utilization": round(min(0.92, (free - FREE_BYTES) / total), 3)} if total else {}
 
 
-def answer(folder: Path) -> None:
+def generate(folder: Path) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: nothing is left running when it is killed
     from vllm import LLM, SamplingParams, __version__
 
@@ -71,21 +71,22 @@ def answer(folder: Path) -> None:
         logprobs=0,
         detokenize=False,
     )
-    started, answers = time.monotonic(), []
+    started, completions = time.monotonic(), []
     for prompts in batches(request["prompts"], folder, request["pixels_at_once"]):
         for output in engine.generate(prompts, sampling, use_tqdm=False):
             (completion,) = output.outputs
             steps = zip(completion.logprobs, completion.token_ids, strict=True)
-            answers.append(
+            completions.append(
                 {
                     "prompt": list(output.prompt_token_ids),
                     "tokens": list(completion.token_ids),
                     "log_probs": [step[token].logprob for step, token in steps],
                 }
             )
-        print(f"answered {len(answers)}/{len(request['prompts'])}", flush=True)
-    result = {"version": __version__.partition("+")[0], "answers": answers, "seconds": time.monotonic() - started}
-    (folder / "answers.json").write_text(json.dumps(result))
+        print(f"completions {len(completions)}/{len(request['prompts'])}", flush=True)
+    seconds = time.monotonic() - started
+    result = {"version": __version__.partition("+")[0], "completions": completions, "seconds": seconds}
+    (folder / "completions.json").write_text(json.dumps(result))
 
 
 def serve(options: list[str]) -> None:
@@ -98,9 +99,9 @@ def serve(options: list[str]) -> None:
 
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
-    if command == "answer":
+    if command == "generate":
         # The first process of a container would ignore the signal.
         signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
-        answer(Path(*rest))
+        generate(Path(*rest))
     else:
         serve(rest)

@@ -18,7 +18,7 @@ from stages.tasks.amr.samples.graphs import Node, penman_lines
 log = logging.getLogger(__name__)
 
 EMPTY = Node("amr-empty")
-"""Replaces an answer without any graph, because a block has to hold one."""
+"""Replaces a completion without any graph, because a block has to hold one."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Submission:
     text: str
     """One block per sentence, in their order, with CRLF line ends."""
     repaired: tuple[int, ...]
-    """Sentences, counted from 0, whose answer was no graph and could be repaired."""
+    """Sentences, counted from 0, whose completion was no graph and could be repaired."""
     empty: tuple[int, ...]
-    """Sentences whose answer was replaced by EMPTY."""
+    """Sentences whose completion was replaced by EMPTY."""
 
     def summary(self) -> str:
-        return f"{pluralize(len(self.repaired), 'answer')} repaired, {len(self.empty)} replaced by an empty graph"
+        return f"{pluralize(len(self.repaired), 'completion')} repaired, {len(self.empty)} replaced by an empty graph"
 
 
 def read_inputs(path: Path) -> list[str]:
@@ -64,19 +64,19 @@ def conversation(sentence: str, *, answer_format: str) -> Conversation:
     return question(sentence, sentence, answer_format)
 
 
-def submission(sentences: Sequence[str], answers: Sequence[str], *, answer_format: str) -> Submission:
+def submission(sentences: Sequence[str], completions: Sequence[str], *, answer_format: str) -> Submission:
     """The blocks to submit, one for each sentence, in their order.
 
-    A broken answer is repaired, or replaced by EMPTY if no concept of it is left.
+    A broken completion is repaired, or replaced by EMPTY if no concept of it is left.
     """
-    assert len(sentences) == len(answers), f"{len(answers)} answers for {len(sentences)} sentences"
+    assert len(sentences) == len(completions), f"{len(completions)} completions for {len(sentences)} sentences"
     blocks: list[str] = []
     fixed: list[int] = []
     empty: list[int] = []
-    for index, (sentence, answer) in enumerate(zip(sentences, answers, strict=True)):
-        graph = decode(answer, answer_format).graph
+    for index, (sentence, completion) in enumerate(zip(sentences, completions, strict=True)):
+        graph = decode(completion, answer_format).graph
         if graph is None:
-            graph = repaired(answer, answer_format)
+            graph = repaired(completion, answer_format)
             (empty if graph is None else fixed).append(index)
         # In ViSemPar there is no space between a role and its node.
         lines = re.sub(r"^( *:[^\s()]+) \(", r"\1(", penman_lines(graph or EMPTY), flags=re.MULTILINE)

@@ -14,7 +14,7 @@ REPORT = TaskReport(
             heading="Smatch F1",
             format=".3f",
             meaning="Triples that predicted and true graphs share under the best mapping of their nodes, from 0 to 1, "
-            "over all triples of all samples. An answer that is no graph counts as an empty one. Spaces and "
+            "over all triples of all samples. A completion that is no graph counts as an empty one. Spaces and "
             "underscores within a concept, and case, make no difference. Of mtup, the second step.",
             evidence=("matched", "predicted", "gold"),
             statistic=corpus_f1,
@@ -41,8 +41,8 @@ REPORT = TaskReport(
             key="smatch_f1_repaired",
             heading="Repaired",
             format=".3f",
-            meaning="Smatch F1 with the faults of broken answers cut out: open parentheses closed, what is left over "
-            "dropped.",
+            meaning="Smatch F1 with the faults of broken completions cut out: open parentheses closed, the "
+            "rest dropped.",
         ),
         Metric(
             key="smatch_f1_restored",
@@ -55,7 +55,7 @@ REPORT = TaskReport(
             key="invalid_rate",
             heading="Invalid",
             format=".1%",
-            meaning="Share of answers that are no graph.",
+            meaning="Share of completions that are no graph.",
         ),
     ),
     primary_words="Smatch F1",

@@ -20,36 +20,36 @@ METRICS: dict[TextMetric, tuple[Metric, ...]] = {
     "token_f1": (
         _share(
             *("token_f1", "Token F1", ".3f"),
-            "Words that the answer shares with the reference, in any order, as F1 of each sample: SQuAD's, without "
+            "Words that the completion shares with the reference, in any order, as F1 of each sample: SQuAD's, without "
             "case, punctuation and English articles.",
         ),
     ),
     "exact": (
         _share(
             *("exact", "Exact", ".1%"),
-            "Share of the answers that are the reference, letter by letter, but for white space around them.",
+            "Share of the completions that are the reference, letter by letter, but for white space around them.",
         ),
     ),
     "rouge_l": (
         _share(
             *("rouge_l", "ROUGE-L", ".3f"),
-            "F-measure of the longest sequence of words, with gaps, that answer and reference have in common.",
+            "F-measure of the longest sequence of words, with gaps, that completion and reference have in common.",
         ),
     ),
     "chrf": (
         _share(
             *("chrf", "chrF", ".3f"),
-            "F-score of sequences of one to six letters that answer and reference share, recall counting twice; the "
-            "mean over the samples.",
+            "F-score of sequences of one to six letters that completion and reference share, recall counting twice; "
+            "the mean over the samples.",
         ),
     ),
     "json": (
         _share(
             *("field_accuracy", "Fields", ".3f"),
-            "Share of a sample's JSON fields that are right, of all that answer or reference have; 0 for an answer "
-            "that is no JSON. The mean over the samples.",
+            "Share of a sample's JSON fields that are right, of all that completion or reference have; 0 for a "
+            "completion that is no JSON. The mean over the samples.",
         ),
-        _share("json_valid", "Valid JSON", ".1%", "Share of the answers that are JSON from beginning to end."),
+        _share("json_valid", "Valid JSON", ".1%", "Share of the completions that are JSON from beginning to end."),
     ),
     "perplexity": (
         Metric(
@@ -59,7 +59,7 @@ METRICS: dict[TextMetric, tuple[Metric, ...]] = {
             meaning="e to the mean negative log-likelihood of a token of the reference answers, the ends of their "
             "turns included. 1 is certainty; lower is better.",
             higher_is_better=False,
-            optional=True,  # a file of answers has none
+            optional=True,  # an answers file has none
             evidence=("nats", "tokens"),
             statistic=perplexity,
         ),
@@ -69,7 +69,7 @@ METRICS: dict[TextMetric, tuple[Metric, ...]] = {
 
 _WORDS = {
     "token_f1": "token F1",
-    "exact": "share of exact answers",
+    "exact": "share of exact completions",
     "rouge_l": "ROUGE-L",
     "chrf": "chrF",
     "field_accuracy": "field accuracy",

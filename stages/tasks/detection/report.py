@@ -21,8 +21,8 @@ REPORT = TaskReport(
             key="detection_rate",
             heading="Det Rate",
             format=".1%",
-            meaning="Share of samples whose answer holds a readable box, wherever it lies; or says that there is none, "
-            "where there is none.",
+            meaning="Share of completions with a readable box, wherever it lies; or that say that there is none, where "
+            "there is none.",
         ),
         Metric(
             key="iou_over_50",

@@ -55,8 +55,8 @@ REPORT = TaskReport(
         ),
         _figure(
             *("bleu_difference", "BLEU diff", "+.3f"),
-            "TruthfulQA: BLEU of the model's own answer against the nearest correct answer, less that against "
-            "the nearest incorrect one.",
+            "TruthfulQA: BLEU of the completion against the nearest correct answer, less that against the nearest "
+            "incorrect one.",
         ),
         _figure(
             *("rougeL_difference", "ROUGE-L diff", "+.3f"),
@@ -68,7 +68,7 @@ REPORT = TaskReport(
         ),
         _figure(
             *("rouge1", "ROUGE-1", ".3f"),
-            "QMSum: words that the model's own answer shares with the true one, as F-measure.",
+            "QMSum: words that the completion shares with the true answer, as F-measure.",
         ),
         _figure(
             *("rouge2", "ROUGE-2", ".3f"),

@@ -100,7 +100,7 @@ LONG = (
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("before", ["(a / b", '(a / "'])
 @pytest.mark.parametrize("repeated", LONG)
-def test_an_endless_answer_takes_linear_time(before: str, repeated: str) -> None:
+def test_an_endless_completion_takes_linear_time(before: str, repeated: str) -> None:
     """Twenty-five thousand characters, of which the square would take minutes."""
     text = before + repeated * (25_000 // len(repeated))
     for answer_format in ANSWER_FORMATS:

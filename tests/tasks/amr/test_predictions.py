@@ -48,8 +48,8 @@ def test_files_without_their_sentences_are_refused(tmp_path: Path, content: byte
 
 
 def test_a_submission_looks_like_the_training_files() -> None:
-    answer = "(đi :agent (tôi #1) :theme (nhà :poss #1) :polarity -)"
-    found = submission(["tôi không đi nhà tôi ."], [answer], answer_format="ptr")
+    completion = "(đi :agent (tôi #1) :theme (nhà :poss #1) :polarity -)"
+    found = submission(["tôi không đi nhà tôi ."], [completion], answer_format="ptr")
     assert found.text == (
         "#::snt tôi không đi nhà tôi .\r\n(đ / đi\r\n    :agent(t / tôi)\r\n"
         "    :theme(n / nhà\r\n        :poss t)\r\n    :polarity -)\r\n"
@@ -57,7 +57,7 @@ def test_a_submission_looks_like_the_training_files() -> None:
     assert (found.repaired, found.empty) == ((), ())
 
 
-def test_broken_answers_are_repaired_or_replaced() -> None:
+def test_broken_completions_are_repaired_or_replaced() -> None:
     found = submission(["a", "b", "c"], ["(a / a", "", "(c / c)"], answer_format="full")
     assert (found.repaired, found.empty) == ((0,), (1,))
     assert [block.graph_text() for block in read_blocks(found.text.split("\r\n"))] == [
@@ -66,15 +66,15 @@ def test_broken_answers_are_repaired_or_replaced() -> None:
 
 
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
-@given(answered_by=st.lists(TEXTS | graphs(), min_size=1, max_size=4))
-def test_there_are_always_as_many_blocks_as_sentences(answer_format: str, answered_by: list[str | Node]) -> None:
-    answers = [each if isinstance(each, str) else encode(each, answer_format) for each in answered_by]
-    sentences = [f"câu {number} ." for number in range(len(answers))]
-    found = submission(sentences, answers, answer_format=answer_format)
+@given(completed_by=st.lists(TEXTS | graphs(), min_size=1, max_size=4))
+def test_there_are_always_as_many_blocks_as_sentences(answer_format: str, completed_by: list[str | Node]) -> None:
+    completions = [each if isinstance(each, str) else encode(each, answer_format) for each in completed_by]
+    sentences = [f"câu {number} ." for number in range(len(completions))]
+    found = submission(sentences, completions, answer_format=answer_format)
     blocks = list(read_blocks(found.text.split("\r\n")))
     assert [block.sentence for block in blocks] == sentences
-    for index, (block, answer) in enumerate(zip(blocks, answers, strict=True)):
-        graph, answered = read_graph(block.graph_text()), decode(answer, answer_format).graph
+    for index, (block, completion) in enumerate(zip(blocks, completions, strict=True)):
+        graph, completed = read_graph(block.graph_text()), decode(completion, answer_format).graph
         assert (graph == EMPTY) or index not in found.empty
-        if answered is not None:
-            assert graph == canonical(answered)
+        if completed is not None:
+            assert graph == canonical(completed)

@@ -59,7 +59,7 @@ def test_the_first_step_is_restored_but_for_constants_that_look_like_variables(g
         (f"(tôi){SEPARATOR}(t / tôi", "mtup", "never closed"),
     ],
 )
-def test_a_broken_answer_has_a_reason(text: str, answer_format: str, reason: str) -> None:
+def test_a_broken_completion_has_a_reason(text: str, answer_format: str, reason: str) -> None:
     decoded = decode(text, answer_format)
     assert not decoded.valid
     assert reason in (decoded.problem or "")
@@ -103,7 +103,7 @@ def test_repair_keeps_sound_parts(text: str, answer_format: str, expected: str) 
 
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @given(graph=graphs(), rest=st.text(max_size=5))
-def test_an_answer_is_complete_at_its_last_parenthesis_and_not_before(
+def test_a_completion_is_complete_at_its_last_parenthesis_and_not_before(
     answer_format: str, graph: Node, rest: str
 ) -> None:
     text = encode(graph, answer_format)

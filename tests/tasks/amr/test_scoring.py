@@ -28,7 +28,7 @@ def records() -> list[Record]:
 
 
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
-def test_right_answers_score_one(answer_format: str) -> None:
+def test_right_completions_score_one(answer_format: str) -> None:
     figures, rows = score(
         records(), [encode(record.parsed(), answer_format) for record in records()], answer_format=answer_format
     )
@@ -47,9 +47,9 @@ def test_separators_count_only_as_written() -> None:
     assert figures["smatch_f1_unnormalised"] == 1
 
 
-def test_a_broken_answer_counts_as_empty_and_its_repair_separately() -> None:
-    answers = ["(đ / đi :agent (t / tôi) :time (h / hôm qua", "xin lỗi", "(m / mưa)"]
-    figures, rows = score(records(), answers, answer_format="full")
+def test_a_broken_completion_counts_as_empty_and_its_repair_separately() -> None:
+    completions = ["(đ / đi :agent (t / tôi) :time (h / hôm qua", "xin lỗi", "(m / mưa)"]
+    figures, rows = score(records(), completions, answer_format="full")
     assert [(row["matched"], row["predicted"], row["gold"]) for row in rows] == [(0, 0, 6), (0, 0, 7), (2, 2, 2)]
     assert figures["smatch_precision"] == 1
     assert figures["smatch_recall"] == pytest.approx(2 / 15)
@@ -61,8 +61,8 @@ def test_a_broken_answer_counts_as_empty_and_its_repair_separately() -> None:
 
 
 def test_the_corpus_counts_triples_and_not_sentences() -> None:
-    answers = [GOLD[0], "(x / sai)", "(x / sai)"]
-    figures, rows = score(records(), answers, answer_format="full")
+    completions = [GOLD[0], "(x / sai)", "(x / sai)"]
+    figures, rows = score(records(), completions, answer_format="full")
     assert [row["matched"] for row in rows] == [6, 1, 1]  # the top is right
     assert figures["smatch_f1"] == pytest.approx(2 * 8 / (10 + 15))
     matched, predicted, gold = (sum(row[name] for row in rows) for name in ("matched", "predicted", "gold"))
@@ -70,12 +70,12 @@ def test_the_corpus_counts_triples_and_not_sentences() -> None:
 
 
 def test_both_steps_of_mtup_are_scored() -> None:
-    answers = [
+    completions = [
         f"(đi :agent (tôi) :time (hôm_qua)){SEPARATOR}(đ / đi)",  # first step right, second poor
         "(nói :agent (chủ_tịch :mod (nhỏ)) :polarity -)",  # no second step
         f"(mưa{SEPARATOR}(m / mưa)",  # first step broken
     ]
-    figures, rows = score(records(), answers, answer_format="mtup")
+    figures, rows = score(records(), completions, answer_format="mtup")
     assert [row["matched"] for row in rows] == [2, 0, 2]
     assert [row["matched_restored"] for row in rows] == [6, 7, 0]
     assert figures["smatch_f1_restored"] == pytest.approx(2 * 13 / (13 + 15))
@@ -106,8 +106,8 @@ def test_any_completion_is_scored_or_counted_invalid(
     answer_format: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     right = [encode(record.parsed(), answer_format) for record in records()]
-    answers = [data.draw(st.just(text) | damaged_text(text, PIECES) | TEXTS) for text in right]
-    figures, rows = score(records(), answers, answer_format=answer_format, time_limit_s=1.0)
+    completions = [data.draw(st.just(text) | damaged_text(text, PIECES) | TEXTS) for text in right]
+    figures, rows = score(records(), completions, answer_format=answer_format, time_limit_s=1.0)
     assert 0 <= float(figures["smatch_f1"]) <= 1
     assert figures["invalid"] == sum(row["problem"] is not None for row in rows)
     assert all(row["matched"] <= min(row["predicted"], row["gold"]) for row in rows)

@@ -18,13 +18,13 @@ from tests.tasks.chat.conversations import record
 ORDER = '{"goods": "red lamp", "count": 3, "to": {"city": "Huế", "days": [1, 2]}}'
 
 
-def one(metric: TextMetric, answer: str, truth: str, figure: str) -> float:
-    metrics, _ = score([record("?", truth, metric)], [answer])
+def one(metric: TextMetric, completion: str, truth: str, figure: str) -> float:
+    metrics, _ = score([record("?", truth, metric)], [completion])
     return float(metrics[figure])
 
 
 @pytest.mark.parametrize(
-    ("metric", "answer", "truth", "expected"),
+    ("metric", "completion", "truth", "expected"),
     [
         ("exact", " A lamp.\n", "A lamp.", 1),
         ("exact", "a lamp.", "A lamp.", 0),
@@ -37,8 +37,10 @@ def one(metric: TextMetric, answer: str, truth: str, figure: str) -> float:
         ("chrf", "", "lamp", 0),
     ],
 )
-def test_a_figure_equals_the_one_computed_by_hand(metric: TextMetric, answer: str, truth: str, expected: float) -> None:
-    assert one(metric, answer, truth, metric) == pytest.approx(expected, abs=1e-6)
+def test_a_figure_equals_the_one_computed_by_hand(
+    metric: TextMetric, completion: str, truth: str, expected: float
+) -> None:
+    assert one(metric, completion, truth, metric) == pytest.approx(expected, abs=1e-6)
 
 
 def test_chrf_counts_recall_twice() -> None:
@@ -49,7 +51,7 @@ def test_chrf_counts_recall_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "share"),
+    ("completion", "share"),
     [
         (ORDER, 1),
         ('{"count": 3.0, "to": {"days": [1, 2], "city": "Huế"}, "goods": "red lamp"}', 1),
@@ -65,17 +67,17 @@ def test_chrf_counts_recall_twice() -> None:
         ("[" * 100_000, 0),
     ],
 )
-def test_fields_are_counted_by_path_and_value(answer: str, share: float) -> None:
-    assert field_accuracy(answer, ORDER) == pytest.approx(share)
+def test_fields_are_counted_by_path_and_value(completion: str, share: float) -> None:
+    assert field_accuracy(completion, ORDER) == pytest.approx(share)
 
 
 @given(data=st.data())
 @quick(150)
-def test_field_accuracy_of_any_answer_is_a_share(data: st.DataObject) -> None:
-    answer = data.draw(damaged_text(ORDER, ["[", "]", "{", "}", ",", "1e999", "NaN", "9" * 5000]) | VALUES.map(repr))
-    share = field_accuracy(answer, ORDER)
+def test_field_accuracy_of_any_completion_is_a_share(data: st.DataObject) -> None:
+    text = data.draw(damaged_text(ORDER, ["[", "]", "{", "}", ",", "1e999", "NaN", "9" * 5000]) | VALUES.map(repr))
+    share = field_accuracy(text, ORDER)
     assert 0 <= share <= 1
-    assert share == 0 or json_fields(answer) is not None
+    assert share == 0 or json_fields(text) is not None
 
 
 def test_figures_are_means_of_the_rows_with_intervals(tmp_path: Path) -> None:

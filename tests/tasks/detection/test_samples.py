@@ -61,7 +61,7 @@ def test_answer_is_qwen2_vls_grounding_text_in_reading_order() -> None:
     assert answer == label("(123,0),(1000,568)") + label("(500,600),(700,800)")
 
 
-def test_other_families_answer_json() -> None:
+def test_other_families_write_json() -> None:
     box = (0.25, 0.5, 0.75, 1.0)
     assert encode_boxes([box], family="qwen3_vl") == '[{"bbox_2d": [250, 500, 750, 1000], "label": "nutrition-table"}]'
     assert "[161, 462, 483, 924]" in encode_boxes([box], family="qwen2_5_vl", size=SIZE)
@@ -69,7 +69,7 @@ def test_other_families_answer_json() -> None:
         encode_boxes([box], family="qwen2_5_vl")
 
 
-def test_fenced_json_answer_is_read_and_its_broken_box_counted() -> None:
+def test_a_fenced_json_completion_is_read_and_its_broken_box_counted() -> None:
     text = '```json\n[{"bbox_2d": [1, 2, 30, 40], "label": "a"}, {"bbox_2d": [1, 2], "label": "b"}, {"bbox_2d"'
     decoded = decode_boxes(text, family="qwen3_vl")
     assert decoded.boxes == ((0.001, 0.002, 0.03, 0.04),)
@@ -130,7 +130,7 @@ def test_decoding_never_raises_and_gives_only_proper_boxes(family: str, text: st
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("repeated", [*TOKENS, "(1,", "(1,2),", '{"bbox_2d"', "<|box_start|>(1,2),(3,4)<|box_end|>"])
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("{", "{"), ("<|box_start|>", "("), ('{"bbox_2d": ', "}")])
-def test_an_answer_without_end_takes_no_longer_than_its_length(
+def test_a_completion_without_end_takes_no_longer_than_its_length(
     family: str, before: str, repeated: str, after: str
 ) -> None:
     """A quarter of a million characters, of which the square would take hours."""

@@ -1,4 +1,4 @@
-"""Scores of answers, and their examples."""
+"""Scores of completions, and their examples."""
 
 import itertools
 from dataclasses import replace
@@ -23,7 +23,7 @@ HALF_OF_LEFT = (0.0, 0.0, 0.5, 0.5)
 FAR = (0.5, 0.0, 0.75, 0.25)
 
 
-def answer(*boxes: Box) -> str:
+def completion(*boxes: Box) -> str:
     """Boxes in the order given, unlike encode_boxes, which sorts."""
     return "".join(encode_boxes([box]) for box in boxes) + "<|im_end|>"
 
@@ -58,7 +58,7 @@ def test_matching_is_the_best_of_all_one_to_one_matchings(truth: list[Box], pred
 
 def test_figures_of_the_original_look_at_first_boxes_only() -> None:
     records = [record([LEFT], "a"), record([LEFT, RIGHT], "b"), record([LEFT], "c"), record([LEFT], "d")]
-    texts = [answer(LEFT, FAR), answer(RIGHT, LEFT), answer(HALF_OF_LEFT), "no table here"]
+    texts = [completion(LEFT, FAR), completion(RIGHT, LEFT), completion(HALF_OF_LEFT), "no table here"]
     metrics, rows = score(records, texts)
     assert [row["iou"] for row in rows] == pytest.approx([1.0, 0.0, 0.5, 0.0])
     wanted = {
@@ -79,7 +79,7 @@ def test_figures_of_the_original_look_at_first_boxes_only() -> None:
 
 def test_multi_box_figures_count_over_all_boxes() -> None:
     records = [record([LEFT, RIGHT], "a"), record([LEFT], "b"), record([LEFT], "c")]
-    texts = [answer(RIGHT, LEFT, FAR), answer(HALF_OF_LEFT), "nothing"]
+    texts = [completion(RIGHT, LEFT, FAR), completion(HALF_OF_LEFT), "nothing"]
     metrics, rows = score(records, texts)
     assert [row["matched_iou"] for row in rows] == pytest.approx([1.0, 0.5, 0.0])
     wanted = {
@@ -101,7 +101,7 @@ def test_map_counted_by_hand() -> None:
     101 recalls 0, 0.01, ... 1: 34 of them are at most 1/3, the next 33 at most 2/3.
     """
     records = [record([LEFT, RIGHT], "a"), record([LEFT], "b")]
-    metrics, _ = score(records, [answer(LEFT, RIGHT), answer(FAR)])
+    metrics, _ = score(records, [completion(LEFT, RIGHT), completion(FAR)])
     by_hand = (34 * 1 + 33 * 2 / 3) / 101
     assert metrics["map_50"] == pytest.approx(by_hand)
     assert metrics["map_75"] == pytest.approx(by_hand)
@@ -112,8 +112,8 @@ def test_map_counted_by_hand() -> None:
 def test_map_ranks_first_boxes_before_second_ones() -> None:
     """Equal boxes score more if the wrong one comes second."""
     records = [record([LEFT], "a"), record([LEFT], "b")]
-    wrong_last, _ = score(records, [answer(LEFT, FAR), answer(LEFT)])
-    wrong_first, _ = score(records, [answer(FAR, LEFT), answer(LEFT)])
+    wrong_last, _ = score(records, [completion(LEFT, FAR), completion(LEFT)])
+    wrong_first, _ = score(records, [completion(FAR, LEFT), completion(LEFT)])
     assert wrong_last["map_50"] == pytest.approx(1.0)
     assert wrong_first["map_50"] == pytest.approx(2 / 3)  # wrong, right, right: 2/3 from the end on
 
@@ -138,7 +138,7 @@ def test_a_box_of_another_label_is_no_match() -> None:
     assert rows[1]["truth_labels"] == ["cup", "lid"]
     assert metrics["recall_50"] == 3 / 6
     assert metrics["precision_50"] == 3 / 5
-    # If one label is asked for, the answer's label does not matter.
+    # If one label is asked for, the completion's label does not matter.
     one = sample((LEFT, "cup"), asked=("cup",))
     assert score([one], [labelled((LEFT, "pot"))])[1][0]["iou"] == 1.0
 
@@ -167,17 +167,17 @@ def test_a_box_that_is_missing_and_one_too_many_both_count_as_0() -> None:
 @pytest.mark.parametrize(
     ("truth", "text", "kind"),
     [
-        ([LEFT], answer(LEFT, FAR), None),
+        ([LEFT], completion(LEFT, FAR), None),
         ([LEFT], "I see a table", "no_box"),
-        ([], answer(LEFT), "invented"),
+        ([], completion(LEFT), "invented"),
         ([], "none", None),
-        ([LEFT], answer(RIGHT), "elsewhere"),
-        ([LEFT], answer(HALF_OF_LEFT), "shifted"),
-        ([LEFT], answer(RIGHT, LEFT), "too_many"),
-        ([LEFT, RIGHT, FAR], answer(RIGHT, FAR), "too_few"),
-        ([LEFT, RIGHT], answer(RIGHT, LEFT), "mixed_up"),
-        ([LEFT, RIGHT], answer(HALF_OF_LEFT, RIGHT), "shifted"),
-        ([LEFT, RIGHT], answer(FAR, RIGHT), "elsewhere"),
+        ([LEFT], completion(RIGHT), "elsewhere"),
+        ([LEFT], completion(HALF_OF_LEFT), "shifted"),
+        ([LEFT], completion(RIGHT, LEFT), "too_many"),
+        ([LEFT, RIGHT, FAR], completion(RIGHT, FAR), "too_few"),
+        ([LEFT, RIGHT], completion(RIGHT, LEFT), "mixed_up"),
+        ([LEFT, RIGHT], completion(HALF_OF_LEFT, RIGHT), "shifted"),
+        ([LEFT, RIGHT], completion(FAR, RIGHT), "elsewhere"),
         ([], "I see a table", "no_box"),
     ],
 )
@@ -231,7 +231,7 @@ def test_boxes_are_drawn_at_their_places_truth_thin() -> None:
 
 
 def test_the_caption_says_no_box_only_where_none_is_drawn() -> None:
-    """An answer with boxes for an image without any is not valid."""
+    """A completion with boxes for an image without any is not valid."""
     invented, right = (np.asarray(drawn((PREDICTED,), valid=valid)) for valid in (False, True))
     assert (invented == right).all()
     assert (np.asarray(drawn((), valid=False))[:-100] != right[:-100]).any()

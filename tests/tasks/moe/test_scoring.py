@@ -54,7 +54,7 @@ def test_candidates_are_the_best_answer_then_the_correct_and_the_incorrect_ones(
         score(RECORDS[:2], ["", ""], likelihoods=likelihoods_of(RECORDS[:2])[:-1])
 
 
-def test_right_answers_score_one_and_rows_give_the_figures_again() -> None:
+def test_right_completions_score_one_and_rows_give_the_figures_again() -> None:
     metrics, rows = score(RECORDS, [record.best for record in RECORDS], likelihoods=likelihoods_of(RECORDS, 0.5))
     assert metrics["perplexity"] == pytest.approx(math.exp(0.5))
     assert metrics["perplexity_truthfulqa"] == metrics["perplexity_qmsum"] == pytest.approx(math.exp(0.5))
@@ -67,7 +67,7 @@ def test_right_answers_score_one_and_rows_give_the_figures_again() -> None:
     assert [row["token_probability"] for row in rows] == pytest.approx([math.exp(-0.5)] * 4)
 
 
-def test_empty_and_wrong_answers_are_counted_and_never_fail() -> None:
+def test_empty_and_wrong_completions_are_counted_and_never_fail() -> None:
     wrong = [record.incorrect[1] if record.incorrect else "" for record in RECORDS]
     metrics, _ = score(RECORDS, wrong, likelihoods=likelihoods_of(RECORDS))
     assert metrics["bleu_difference"] == 0, "texts of fewer than four words have no BLEU"
@@ -150,8 +150,8 @@ def test_bleurt_without_a_checkpoint_is_none_and_with_one_measures(
     assert measure("the lamp", "glass") == measure("the lamp", "glass") != measure("the lamp", "clay")
 
     def scored(**own: Any) -> object:
-        answers = [record.best for record in RECORDS]
-        return score(RECORDS, answers, likelihoods=likelihoods_of(RECORDS), **own)[0]["bleurt_difference"]
+        completions = [record.best for record in RECORDS]
+        return score(RECORDS, completions, likelihoods=likelihoods_of(RECORDS), **own)[0]["bleurt_difference"]
 
     assert isinstance(scored(**models()), float)
     assert scored() == "unavailable", "a training and a merge score too, and do not have it as an input"

@@ -1,4 +1,4 @@
-"""Sentences with AMR graphs: the records, the question to a model, and the forms of its answer.
+"""Sentences with AMR graphs: the records, the question to a model, and the forms of the answer.
 
 full  PENMAN in one line, the variables renamed: (n / nói :agent (t / tôi) :topic (đ / đi :agent t))
 ptr   without variables; a node that is mentioned again carries a pointer: (nói :agent (tôi #1) :topic (đi :agent #1))
@@ -114,7 +114,7 @@ def read_split(prepared_dir: Path, split: str) -> list[Record]:
     return read_prepared(prepared_dir, split, SCHEMA, lambda row: Record(**row))
 
 
-def read_answers(path: Path, records: Sequence[Record], answer_format: str) -> Iterator[tuple[int, str, str]]:
+def read_completions(path: Path, records: Sequence[Record], answer_format: str) -> Iterator[tuple[int, str, str]]:
     """(line, sample, graph) of each block of a file in the form of the corpora, which is that of the format `full`.
 
     The sample is the id of the record with that sentence, or the sentence if there is none. If several records share
@@ -174,7 +174,7 @@ def encode(graph: Node, answer_format: str) -> str:
 @dataclass(frozen=True)
 class Decoded:
     graph: Node | None
-    """The graph of an answer; for `mtup`, the second one."""
+    """The graph of a completion; for `mtup`, the second one."""
     problem: str | None
     """The reason if there is no graph."""
     restored: Node | None = None
@@ -186,9 +186,9 @@ class Decoded:
 
 
 def decode(text: str, answer_format: str) -> Decoded:
-    """The graph of a model's answer. Never raises.
+    """The graph of a completion. Never raises.
 
-    Strict: an answer is a whole graph and nothing else. Other spellings of the same graph (spaces, line breaks, a
+    Strict: a completion is a whole graph and nothing else. Other spellings of the same graph (spaces, line breaks, a
     concept of several words) are read.
     """
     if answer_format != "mtup":
@@ -202,7 +202,7 @@ def decode(text: str, answer_format: str) -> Decoded:
 
 
 def repaired(text: str, answer_format: str) -> Node | None:
-    """The graph that an answer most likely means: its own, or the one without its faults.
+    """The graph that a completion most likely means: its own, or the one without its faults.
 
     For `mtup` that of the second step, or else of the first. None if not even a concept is left.
     """
@@ -231,8 +231,8 @@ def _restored(graph: Node) -> Node:
     return linked(graph, variable_names(canonical(graph)))
 
 
-def completion(answer_format: str) -> Callable[[str], bool]:
-    """A function that says whether a partial answer is complete, so that generation can stop."""
+def completeness_test(answer_format: str) -> Callable[[str], bool]:
+    """A function that says whether a partial completion is complete, so that generation can stop."""
     return partial(complete, answer_format=answer_format)
 
 

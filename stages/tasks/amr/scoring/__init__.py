@@ -1,8 +1,8 @@
 """Scores of AMR parsers: Smatch over the whole corpus.
 
-An answer that is no graph counts as an empty one: nothing matched, nothing predicted, and the whole gold graph missed.
-Three figures stand beside this strict one: with the words as written, with broken answers repaired, and for `mtup` the
-graph that a rule restores from the first step.
+A completion that is no graph counts as an empty one: nothing matched, nothing predicted, and the whole gold graph
+missed. Three figures stand beside this strict one: with the words as written, with broken completions repaired, and for
+`mtup` the graph that a rule restores from the first step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Counts:
 
 
 def score(
-    records: Sequence[Record], answers: Sequence[str], *, answer_format: str, time_limit_s: float = TIME_LIMIT_S
+    records: Sequence[Record], completions: Sequence[str], *, answer_format: str, time_limit_s: float = TIME_LIMIT_S
 ) -> tuple[dict[str, float | int | str], list[dict[str, Any]]]:
     """Score completions, one for each record.
 
@@ -74,8 +74,8 @@ def score(
     Returns (metrics, rows): the figures of metrics.json, and the rows of predictions.parquet in the order of the
     records. Only `mtup` has `smatch_f1_restored`.
     """
-    assert len(records) == len(answers) > 0, f"{len(answers)} answers for {len(records)} records"
-    rows = [_row(record, text, answer_format, time_limit_s) for record, text in zip(records, answers, strict=True)]
+    assert len(records) == len(completions) > 0, f"{len(completions)} completions for {len(records)} records"
+    rows = [_row(record, text, answer_format, time_limit_s) for record, text in zip(records, completions, strict=True)]
     evidence = np.array([[row["matched"], row["predicted"], row["gold"]] for row in rows], dtype=np.float64)
     matched, predicted, gold = (int(total) for total in evidence.sum(axis=0))
     interval = bootstrap(evidence, corpus_f1)

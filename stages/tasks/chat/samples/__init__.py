@@ -232,7 +232,7 @@ def json_fields(text: str) -> Fields | None:
         return None
     fields: Fields = set()
     waiting: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
-    while waiting:  # not by recursion: an answer may nest as deep as it is long
+    while waiting:  # not by recursion: a completion may nest as deep as it is long
         path, value = waiting.pop()
         if isinstance(value, dict | list) and value:
             inner = value.items() if isinstance(value, dict) else enumerate(value)
@@ -249,7 +249,7 @@ def _composed(value: Any) -> Any:
     return unicodedata.normalize("NFC", value) if isinstance(value, str) else value
 
 
-def field_accuracy(answer: str, truth: str) -> float:
+def field_accuracy(completion: str, truth: str) -> float:
     """Share of the fields of either JSON text that are in both, the values equal, from 0 to 1; 0 if one is no JSON."""
-    ours, theirs = json_fields(answer), json_fields(truth)
+    ours, theirs = json_fields(completion), json_fields(truth)
     return len(ours & theirs) / len(ours | theirs) if ours and theirs else 0.0

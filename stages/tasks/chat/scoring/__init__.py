@@ -1,4 +1,4 @@
-"""Scores of answers against reference answers, by the metrics that the dataset names."""
+"""Scores of completions against reference answers, by the metrics that the dataset names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 from stages.core.errors import UserError
 from stages.data.conversation import Conversation
 from stages.data.texts import TextMetric
-from stages.evaluation.score import draw_answer, rouge, token_f1
+from stages.evaluation.score import draw_completion, rouge, token_f1
 from stages.evaluation.statistics import figures, perplexity
 from stages.tasks.chat.samples import Record, conversation, field_accuracy, json_fields
 
@@ -39,7 +39,7 @@ _MEASURES: dict[TextMetric, Callable[[str, str], tuple[float, ...]]] = {
     "chrf": lambda text, truth: (sacrebleu.sentence_chrf(text, [truth]).score / 100,),
     "json": lambda text, truth: (field_accuracy(text, truth), float(json_fields(text) is not None)),
 }
-"""Values of the columns from an answer and its reference."""
+"""Values of the columns from a completion and its reference."""
 
 PREDICTIONS = pa.schema(
     [
@@ -65,24 +65,25 @@ def candidates(records: Sequence[Record], *, answer_format: None = None) -> list
 
 def score(
     records: Sequence[Record],
-    answers: Sequence[str],
+    completions: Sequence[str],
     *,
     answer_format: None = None,
     likelihoods: Sequence[AnswerLikelihood] = (),
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Score completions, one for each record.
 
-    likelihoods: those of `candidates`, in its order; none where no model has answered, which leaves the perplexity out.
+    likelihoods: those of `candidates`, in its order; none for another system's completions, which leaves the perplexity
+    out.
     Returns (metrics, rows): the figures of metrics.json, each with its 95% interval as KEY_low and KEY_high, and the
     rows of predictions.parquet in the order of the records.
     """
-    assert len(records) == len(answers) > 0, f"{len(answers)} answers for {len(records)} records"
+    assert len(records) == len(completions) > 0, f"{len(completions)} completions for {len(records)} records"
     assert len(likelihoods) in (0, len(records)), f"{len(likelihoods)} likelihoods for {len(records)} records"
     chosen = [metric for metric in records[0].metrics if likelihoods or metric != "perplexity"]
     if not chosen or chosen[0] != records[0].metrics[0]:
         raise UserError("models are ranked by perplexity, which takes a model; put another of the metrics first")
     rows = []
-    for number, (record, text) in enumerate(zip(records, answers, strict=True)):
+    for number, (record, text) in enumerate(zip(records, completions, strict=True)):
         row: dict[str, Any] = dict.fromkeys(PREDICTIONS.names)
         row |= {"id": record.id, "question": record.question, "text": text, "truth": record.answer}
         for metric in chosen:
@@ -105,7 +106,7 @@ def score(
         else:
             for name in COLUMNS[metric]:
                 metrics |= figures(name, columns(name))
-    return metrics | {"empty_rate": sum(not text.strip() for text in answers) / len(answers)}, rows
+    return metrics | {"empty_rate": sum(not text.strip() for text in completions) / len(completions)}, rows
 
 
 def _normalized(text: str) -> str:
@@ -121,7 +122,7 @@ def draw_prediction(record: Record, row: Mapping[str, Any]) -> Image.Image:
     """One sample as an RGB image: the last images of the conversation in a row, and the texts below."""
     score = ordered_by(record)
     figure = f"{score.replace('_', ' ')} {row[score]:.2f}   {row['id']}"
-    texts = draw_answer(figure, row["question"], row["truth"], row["text"])
+    texts = draw_completion(figure, row["question"], row["truth"], row["text"])
     if not record.shown_images:
         return texts
     images = [image.open_image() for image in record.shown_images[-_MAX_IMAGES:]]

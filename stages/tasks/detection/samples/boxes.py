@@ -1,4 +1,4 @@
-"""Boxes as the text that a model family answers with.
+"""Boxes as the text that a model family writes.
 
 A box is written between grounding tokens or as JSON, in steps of a fixed grid or in pixels of the resized image,
 depending on the family (stages/core/families.py). Coordinates are rounded to the nearest step, halves up, so that a box
@@ -25,7 +25,7 @@ Box = tuple[float, float, float, float]
 GridBox = tuple[int, int, int, int]
 """x0, y0, x1, y1 in steps of the family's grid."""
 Found = tuple[GridBox, str | None] | str
-"""A box in an answer with its label, or the problem of a malformed box."""
+"""A box in a completion with its label, or the problem of a malformed box."""
 AnswerForm = Literal["native", "json"]
 
 TARGET = "nutrition-table"
@@ -47,16 +47,16 @@ def require_box(box: Sequence[float]) -> Box:
 
 @dataclass(frozen=True)
 class Decoded:
-    """The boxes that an answer names."""
+    """The boxes that a completion names."""
 
     boxes: tuple[Box, ...]
-    """The well-formed boxes, in the order of the answer."""
+    """The well-formed boxes, in the order of the completion."""
     problems: tuple[str, ...]
     """One for each malformed box. They do not invalidate the well-formed boxes beside them."""
     labels: tuple[str | None, ...] = ()
-    """The label of each of the boxes; None if the answer gives it none."""
+    """The label of each of the boxes; None if the completion gives it none."""
     none: bool = False
-    """Whether the answer is that there is no box, and nothing else."""
+    """Whether the completion is that there is no box, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def encode_boxes(
 
 
 def decode_boxes(text: str, *, family: str = "qwen2_vl", size: tuple[int, int] | None = None) -> Decoded:
-    """The boxes in a model's raw answer, special tokens kept. Never raises for anything a model wrote.
+    """The boxes in a raw completion, special tokens kept. Never raises for anything a model wrote.
 
     Spaces, fractions, missing tokens, reversed or empty boxes and coordinates outside the grid make a box malformed.
     """
@@ -137,8 +137,8 @@ def decode_boxes(text: str, *, family: str = "qwen2_vl", size: tuple[int, int] |
         else:
             (x0, y0, x1, y1), label = found
             boxes.append(((x0 / width, y0 / height, x1 / width, y1 / height), label and composed(label)))
-    answer = text.strip()
-    none = answer.startswith(form.none) and bool(_MARKUP.fullmatch(answer, len(form.none)))
+    stripped = text.strip()
+    none = stripped.startswith(form.none) and bool(_MARKUP.fullmatch(stripped, len(form.none)))
     return Decoded(tuple(box for box, _ in boxes), tuple(problems), tuple(label for _, label in boxes), none)
 
 
@@ -208,7 +208,7 @@ def _label_at_end(text: str) -> str | None:
 
 
 # A flat JSON object, which is what a box is; the list and the fence around it do not matter. Braces within its texts,
-# which are labels, are text. The limit, that of a label, keeps an endless answer from being read over and over.
+# which are labels, are text. The limit, that of a label, keeps an endless completion from being read over and over.
 _FLAT_OBJECT = re.compile(r'\{(?:"(?:[^"\\]|\\.){0,2000}+"|[^{}])*+(?:\}|\Z)', re.DOTALL)
 
 

@@ -1,10 +1,11 @@
-"""Scores of answers: how well they name the boxes that are there, in figures and rows.
+"""Scores of completions: how well they name the boxes that are there, in figures and rows.
 
 Three families of figures, over the same samples:
 
-- one IoU a sample. The original experiment's: first ground-truth box against first predicted one, 0 if the answer has
-  none. Or, if the dataset says so (`scored_boxes: all`), of all boxes, matched one to one: 0 for one that is missing or
-  too many. An image without a box scores 1 if the answer is that there is none;
+- one IoU a sample. The original experiment's: first ground-truth box against first predicted one, 0 if the completion
+  has none. Or, if the dataset says so (`scored_boxes: all`), of all boxes, matched one to one: 0 for one that is
+  missing or too many. An image without a box scores 1 if the completion is that there is none;
+
 - several boxes an image: boxes matched one to one, then counted over the whole set;
 - COCO mean average precision, which ranks boxes by a score; SCORE_POLICY says where that comes from.
 
@@ -40,15 +41,16 @@ PREDICTIONS = pa.schema(
         ("matched_iou", pa.float64()),
     ]
 )
-"""Columns of predictions.parquet: they have their types even if no answer holds a box."""
+"""Columns of predictions.parquet: they have their types even if no completion holds a box."""
 
 SUMMARY = ("mean_iou", "detection_rate", "iou_over_50", "iou_over_70", "samples")
 """Figures of metrics.json that the log shows."""
 
 SCORE_POLICY = "answer-order"
-"""Generated text carries no confidence, and COCO mAP needs one. Under this policy the box at position k of an answer
-(from 0) scores 1 / (1 + k): all first boxes rank before all second ones, and equals stay in the order of the data. The
-figure compares answers given under the same policy; it does not compare with a detector's that has real scores."""
+"""Generated text carries no confidence, and COCO mAP needs one. Under this policy the box at position k of a
+completion (from 0) scores 1 / (1 + k): all first boxes rank before all second ones, and equals stay in the order of the
+data. The figure compares completions under the same policy; it does not compare with a detector's that has real scores.
+"""
 
 
 def pairwise_iou(boxes: Sequence[Box] | Floats, others: Sequence[Box] | Floats) -> Floats:
@@ -82,8 +84,8 @@ def matched_ious(
 
     labels: of truth and of predicted, of which equal ones match; None if any may match any.
 
-    One to one, such that the sum of the IoUs is the largest possible (Hungarian method), so the order of an answer does
-    not matter and a box named twice counts once.
+    One to one, such that the sum of the IoUs is the largest possible (Hungarian method), so the order of a completion
+    does not matter and a box named twice counts once.
     Returns (len(truth),).
     """
     overlaps = pairwise_iou(truth, predicted)
@@ -98,39 +100,39 @@ def matched_ious(
 
 def score(
     records: Sequence[DetectionRecord],
-    texts: Sequence[str],
+    completions: Sequence[str],
     *,
     answer_format: None = None,
     family: str = "qwen2_vl",
     sizes: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[dict[str, float | int | str], list[dict[str, Any]]]:
-    """Score raw answers, one for each record.
+    """Score raw completions, one for each record.
 
-    sizes: (width, height) of the resized images, for the model families that answer in their pixels.
+    sizes: (width, height) of the resized images, for the model families that write boxes in their pixels.
     Returns (metrics, rows): the flat figures of metrics.json, and the rows of predictions.parquet in the order of the
     records. The original experiment's figures take the box that was annotated first, as it did; all else takes the
     ground truth in reading order, in which it is asked for.
     """
-    assert len(records) == len(texts) > 0, f"{len(texts)} answers for {len(records)} records"
-    sizes_or_none = [None] * len(texts) if sizes is None else sizes
-    answers = [
+    assert len(records) == len(completions) > 0, f"{len(completions)} completions for {len(records)} records"
+    sizes_or_none = [None] * len(completions) if sizes is None else sizes
+    decoded = [
         decode_boxes(text, family=codec_of(record.answer, family), size=size)
-        for record, text, size in zip(records, texts, sizes_or_none, strict=True)
+        for record, text, size in zip(records, completions, sizes_or_none, strict=True)
     ]
     rows: list[dict[str, Any]] = []
     matched: list[Floats] = []
-    for record, text, answer in zip(records, texts, answers, strict=True):
+    for record, text, parsed in zip(records, completions, decoded, strict=True):
         truth, truth_labels = record.target_boxes(), [label for _, label in record.targets()]
-        labels = (truth_labels, answer.labels) if len(record.asked) > 1 else None
-        matched.append(matched_ious(truth, answer.boxes, labels))
-        iou = _iou(record, answer, matched[-1])
+        labels = (truth_labels, parsed.labels) if len(record.asked) > 1 else None
+        matched.append(matched_ious(truth, parsed.boxes, labels))
+        iou = _iou(record, parsed, matched[-1])
         row = {
             "image_id": record.image_id,
             "text": text,
-            "valid": bool(answer.boxes) if truth else answer.none,
-            "boxes": [list(box) for box in answer.boxes],
+            "valid": bool(parsed.boxes) if truth else parsed.none,
+            "boxes": [list(box) for box in parsed.boxes],
             "truth": [list(box) for box in truth],
-            "labels": list(answer.labels),
+            "labels": list(parsed.labels),
             "truth_labels": truth_labels,
             "iou": iou,
             "matched_iou": float(matched[-1].mean()) if truth else iou,
@@ -142,9 +144,9 @@ def score(
         **_sample_figures(np.array([row["iou"] for row in rows])),
         "detection_rate": num_valid / len(rows),
         "parse_failure_rate": (len(rows) - num_valid) / len(rows),
-        "malformed_boxes": sum(len(answer.problems) for answer in answers),
-        **_multi_box_figures(matched, num_predicted=sum(len(answer.boxes) for answer in answers)),
-        **_mean_average_precision(records, answers),
+        "malformed_boxes": sum(len(parsed.problems) for parsed in decoded),
+        **_multi_box_figures(matched, num_predicted=sum(len(parsed.boxes) for parsed in decoded)),
+        **_mean_average_precision(records, decoded),
         "map_score_policy": SCORE_POLICY,
     }
     if empty := [row["valid"] for row in rows if not row["truth"]]:
@@ -152,11 +154,11 @@ def score(
     return metrics, rows
 
 
-def _iou(record: DetectionRecord, answer: Decoded, matched: Floats) -> float:
+def _iou(record: DetectionRecord, parsed: Decoded, matched: Floats) -> float:
     """IoU of one sample, as its dataset defines it."""
-    first, predicted = record.first_annotated(), answer.boxes
+    first, predicted = record.first_annotated(), parsed.boxes
     if first is None:
-        return float(answer.none)
+        return float(parsed.none)
     if record.scored_boxes == "first":
         return float(pairwise_iou([first], predicted[:1])[0, 0]) if predicted else 0.0
     return float(matched.sum()) / max(len(matched), len(predicted))
@@ -188,7 +190,7 @@ def _multi_box_figures(matched: Sequence[Floats], num_predicted: int) -> dict[st
     return found
 
 
-def _mean_average_precision(records: Sequence[DetectionRecord], answers: Sequence[Decoded]) -> dict[str, float]:
+def _mean_average_precision(records: Sequence[DetectionRecord], decoded: Sequence[Decoded]) -> dict[str, float]:
     """COCO's AP over IoU 0.50:0.95, at 0.50 and at 0.75, averaged over the labels that are there: at most 100 boxes an
     image. A predicted box of a label that is not asked for counts nowhere here, and against precision above.
     """
@@ -210,8 +212,8 @@ def _mean_average_precision(records: Sequence[DetectionRecord], answers: Sequenc
 
     predicted = [
         {**entry(image, box, label), "score": 1 / (1 + position)}
-        for image, answer in enumerate(answers)
-        for position, (box, own) in enumerate(zip(answer.boxes, answer.labels, strict=True))
+        for image, parsed in enumerate(decoded)
+        for position, (box, own) in enumerate(zip(parsed.boxes, parsed.labels, strict=True))
         if (label := own if several else None) in numbers
     ]
     names = ("map_50_95", "map_50", "map_75")

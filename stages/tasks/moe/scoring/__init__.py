@@ -1,4 +1,4 @@
-"""Scores by domain: how likely the model finds the right answers, and how near its own come to them.
+"""Scores by domain: the likelihood of the right answers, and how near the completions come to them.
 
 A column of one domain is 0 in the rows of the other, and its figures are missing if the domain has no sample.
 """
@@ -18,7 +18,7 @@ from PIL import Image
 
 from stages.core.errors import UserError
 from stages.data.conversation import Conversation
-from stages.evaluation.score import draw_answer, rouge
+from stages.evaluation.score import draw_completion, rouge
 from stages.evaluation.statistics import UNAVAILABLE, figures, perplexity
 from stages.models.folders import check_model_folder
 from stages.tasks.moe.samples import DOMAINS, Record, answered_with
@@ -35,7 +35,7 @@ MEANS = {
 """Columns by domain whose means over its samples are figures. A difference says how much nearer the completion is to a
 correct answer than to an incorrect one."""
 Measure = Callable[[str, str], float]
-"""Similarity of an answer to a reference."""
+"""Similarity of a completion to a reference."""
 
 PREDICTIONS = pa.schema(
     [
@@ -82,7 +82,7 @@ def _candidates(record: Record) -> list[str]:
 
 def score(
     records: Sequence[Record],
-    answers: Sequence[str],
+    completions: Sequence[str],
     *,
     answer_format: None = None,
     likelihoods: Sequence[AnswerLikelihood] = (),
@@ -96,14 +96,14 @@ def score(
     Returns (metrics, rows): the figures of metrics.json, and the rows of predictions.parquet in the order of the
     records. A mean or a perplexity has its 95% interval as KEY_low and KEY_high.
     """
-    assert len(records) == len(answers) > 0, f"{len(answers)} answers for {len(records)} records"
+    assert len(records) == len(completions) > 0, f"{len(completions)} completions for {len(records)} records"
     if not likelihoods:
-        raise UserError("the task moe ranks models by perplexity, which takes a model; a file of answers has none")
+        raise UserError("the task moe ranks models by perplexity, which takes a model; an answers file has none")
     expected = sum(len(_candidates(record)) for record in records)
     assert len(likelihoods) == expected, f"{len(likelihoods)} likelihoods for {expected} candidates"
     left, rows = iter(likelihoods), []
     measures = MEASURES | ({"bleurt": bleurt} if bleurt else {})
-    for index, (record, text) in enumerate(zip(records, answers, strict=True)):
+    for index, (record, text) in enumerate(zip(records, completions, strict=True)):
         row = _row(record, text, list(itertools.islice(left, len(_candidates(record)))), measures)
         if routing:
             row |= {"routing_entropy": routing[index].entropy, "expert_load": list(routing[index].load)}
@@ -168,29 +168,29 @@ def mc2(true: Sequence[float], false: Sequence[float]) -> float:
     return float(np.exp(for_true - np.logaddexp(for_true, for_false)))
 
 
-def _rouge(key: str, answer: str, reference: str) -> float:
-    return rouge(answer, reference, (key,))[key]
+def _rouge(key: str, completion: str, reference: str) -> float:
+    return rouge(completion, reference, (key,))[key]
 
 
-def bleu(answer: str, reference: str) -> float:
-    """BLEU of one answer against one reference, from 0 to 1, with the settings of lm-evaluation-harness
+def bleu(completion: str, reference: str) -> float:
+    """BLEU of one completion against one reference, from 0 to 1, with the settings of lm-evaluation-harness
     (lm_eval/tasks/truthfulqa/utils.py): international tokenization, exponential smoothing; 0 below four tokens.
 
     Source: Papineni et al., ACL 2002; Post, "A Call for Clarity in Reporting BLEU Scores", WMT 2018.
     """
-    return sacrebleu.corpus_bleu([answer], [[reference]], smooth_method="exp", tokenize="intl").score / 100
+    return sacrebleu.corpus_bleu([completion], [[reference]], smooth_method="exp", tokenize="intl").score / 100
 
 
 MEASURES: dict[str, Measure] = {"bleu": bleu, **{key: partial(_rouge, key) for key in ROUGES}}
 
 
-def nearest_score(measure: Measure, answer: str, references: Sequence[str]) -> float:
-    """Similarity of an answer to the nearest of these. That to the correct ones minus that to the incorrect ones is a
-    difference.
+def nearest_score(measure: Measure, completion: str, references: Sequence[str]) -> float:
+    """Similarity of a completion to the nearest of these. That to the correct answers minus that to the incorrect ones
+    is a difference.
 
     Source: TruthfulQA's truthfulqa/metrics.py (`bleu`, `rouge`: max over true minus max over false).
     """
-    return max(measure(answer, reference) for reference in references)
+    return max(measure(completion, reference) for reference in references)
 
 
 def _perplexity(key: str, rows: Sequence[Mapping[str, Any]], domains: Sequence[str]) -> dict[str, float]:
@@ -221,7 +221,7 @@ def _by_domain(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Ma
 
 
 def load_bleurt(folder: Path = BLEURT_DIR) -> Measure | None:
-    """BLEURT of (answer, reference), about 0 for unrelated texts and 1 for equal ones; None without a checkpoint.
+    """BLEURT of (completion, reference), about 0 for unrelated texts and 1 for equal ones; None without a checkpoint.
 
     Source: Sellam, Das and Parikh, "BLEURT: Learning Robust Metrics for Text Generation", ACL 2020.
     Raises UserError if the folder holds anything else.
@@ -247,8 +247,8 @@ def load_bleurt(folder: Path = BLEURT_DIR) -> Measure | None:
     model.eval()
 
     @cache
-    def measure(answer: str, reference: str) -> float:
-        inputs = tokenizer(reference, answer, truncation="longest_first", max_length=512, return_tensors="pt")
+    def measure(completion: str, reference: str) -> float:
+        inputs = tokenizer(reference, completion, truncation="longest_first", max_length=512, return_tensors="pt")
         with torch.inference_mode():
             return model(**inputs).logits.item()
 
@@ -262,4 +262,4 @@ def ordered_by(_: Record) -> str:
 
 def draw_prediction(_: Record, row: Mapping[str, Any]) -> Image.Image:
     figure = f"probability of a token {row['token_probability']:.2f}   {row['domain']}, {row['id']}"
-    return draw_answer(figure, row["question"], row["truth"], row["text"])
+    return draw_completion(figure, row["question"], row["truth"], row["text"])

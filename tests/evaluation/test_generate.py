@@ -16,11 +16,11 @@ from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, EvaluationParams
 from stages.core.tasks import load_task
 from stages.data.conversation import Conversation, message
-from stages.evaluation.answer import (
+from stages.evaluation.generate import (
     batch_size_for,
     encoded_batches,
-    generate_answers,
-    load_answerer,
+    generate_completions,
+    load_generator,
 )
 from stages.models.load import load_model
 from stages.models.prompts import Processor, encode, load_processor, tokenizer_of
@@ -37,13 +37,13 @@ TABLES = [table_conversation(index, answered=False) for index in range(5)]
 def test_each_attempt_halves_the_batch(tiny_vlm: Path, attempt: int, batches: list[int]) -> None:
     profile = replace(TINY, evaluation=EvaluationParams(batch_size=16, max_new_tokens=1))
     batch_size = batch_size_for(profile.evaluation, len(TABLES), largest=64, attempt=attempt)
-    answerer, _ = load_answerer(tiny_vlm, profile, DETECTION, answer_format=None, batch_size=batch_size)
+    generator, _ = load_generator(tiny_vlm, profile, DETECTION, answer_format=None, batch_size=batch_size)
     seen = []
-    answerer.model.model.visual.register_forward_pre_hook(
+    generator.model.model.visual.register_forward_pre_hook(
         lambda _module, _args, inputs: seen.append(len(inputs["grid_thw"])), with_kwargs=True
     )
-    answers = answerer.answers(TABLES)
-    assert (len(answers), seen) == (5, batches)
+    completions = generator.completions(TABLES)
+    assert (len(completions), seen) == (5, batches)
 
 
 def test_a_batch_of_one_cannot_be_halved() -> None:
@@ -53,7 +53,7 @@ def test_a_batch_of_one_cannot_be_halved() -> None:
 
 def test_another_tasks_model_is_refused(tiny_vlm: Path) -> None:
     with pytest.raises(UserError, match="AMR parsing trains text models"):
-        load_answerer(tiny_vlm, TINY, load_task("amr", "samples"), answer_format="full", batch_size=1)
+        load_generator(tiny_vlm, TINY, load_task("amr", "samples"), answer_format="full", batch_size=1)
 
 
 @pytest.mark.parametrize(
@@ -98,18 +98,18 @@ def test_batches_generate_the_same_as_one_by_one(tiny_vlm: Path, batch_size: int
     model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
     processor = load_processor(tiny_vlm, None)
     expected = [processor.tokenizer.decode(alone(model, processor, question, 12)) for question in QUESTIONS]
-    assert len(set(expected)) > 1, "the questions must not all have one answer, or the test could not fail"
-    assert generate_answers(model, processor, QUESTIONS, batch_size=batch_size, max_new_tokens=12) == expected
+    assert len(set(expected)) > 1, "the questions must not all have one completion, or the test could not fail"
+    assert generate_completions(model, processor, QUESTIONS, batch_size=batch_size, max_new_tokens=12) == expected
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 24, 72])
-def test_an_answer_leaves_the_batch_when_it_ends(tiny_dense: Any, batch_size: int) -> None:
-    """No token is computed for an ended answer, and others that join and leave change no answer."""
+def test_a_completion_leaves_the_batch_when_it_ends(tiny_dense: Any, batch_size: int) -> None:
+    """No token is computed for an ended completion, and others that join and leave change no completion."""
     model, tokenizer = copy.deepcopy(tiny_dense[0]), tiny_dense[1]
     words = ["What", "was", "said", "about", "the", "budget", "It", "agreed"]
     texts = (" ".join(words[(index * step) % len(words)] for index in range(3 + step * 5 % 11)) for step in range(9))
     asked = [Conversation(sample_id="", messages=[message("user", text)]) for text in texts]
-    # An end that comes in some of the answers.
+    # An end that comes in some of the completions.
     whole = [alone(model, tokenizer, each, 12) for each in asked]
     counts = {token: sum(token in ids for ids in whole) for token in range(320)}
     model.generation_config.eos_token_id = max(counts, key=lambda token: (counts[token] % 8, token))
@@ -118,8 +118,8 @@ def test_an_answer_leaves_the_batch_when_it_ends(tiny_dense: Any, batch_size: in
     model.register_forward_pre_hook(
         lambda _model, _args, inputs: passes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
     )
-    answers = generate_answers(model, tokenizer, asked, batch_size=batch_size, max_new_tokens=12)
-    assert answers == [tokenizer.decode(ids) for ids in expected]
+    completions = generate_completions(model, tokenizer, asked, batch_size=batch_size, max_new_tokens=12)
+    assert completions == [tokenizer.decode(ids) for ids in expected]
     lengths = [len(ids) for ids in expected]
     assert len(set(lengths)) > 2, "else all would end together"
     assert sum(rows for rows, _ in passes) == sum(min(length + 1, 12) for length in lengths)
@@ -130,17 +130,19 @@ def test_an_answer_leaves_the_batch_when_it_ends(tiny_dense: Any, batch_size: in
     assert all(rows > batch_size - prefill_batch_size(batch_size) for rows in waiting), "a place was left empty"
 
 
-def test_an_answer_ends_when_it_is_complete(tiny_vlm: Path) -> None:
+def test_a_completion_ends_when_it_is_complete(tiny_vlm: Path) -> None:
     model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
     processor = load_processor(tiny_vlm, None)
 
     def complete(text: str) -> bool:
         return len(text) >= 10 or "e" in text
 
-    ended = generate_answers(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=12, complete=complete)
-    growing = [generate_answers(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=n) for n in range(1, 13)]
-    assert ended == [next(filter(complete, answers)) for answers in zip(*growing, strict=True)]
-    assert len({len(answer) for answer in ended}) > 1, "else they would all end together"
+    ended = generate_completions(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=12, complete=complete)
+    growing = [
+        generate_completions(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=n) for n in range(1, 13)
+    ]
+    assert ended == [next(filter(complete, completions)) for completions in zip(*growing, strict=True)]
+    assert len({len(completion) for completion in ended}) > 1, "else they would all end together"
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -152,7 +154,7 @@ def test_an_error_comes_with_its_batch_and_leaves_no_thread(
             raise error
         return conversations[0].sample_id
 
-    monkeypatch.setattr("stages.evaluation.answer.encode", encode)
+    monkeypatch.setattr("stages.evaluation.generate.encode", encode)
     seen: list[Any] = []
     processor: Any = None
     asked = [Conversation(sample_id=str(number), messages=[message("user", "?" * (9 - number))]) for number in range(4)]

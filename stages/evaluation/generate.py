@@ -1,7 +1,7 @@
-"""Answer questions with a loaded model: greedy generation in batches, the same answers as one by one.
+"""Generate completions with a loaded model: greedily and in batches, with the same text as one by one.
 
-An answer leaves the batch as soon as it has ended, and the next questions take the free places. Questions are read an
-eighth of a batch at a time: reading takes the most memory per row, and on a CPU a small batch stays in the caches.
+A completion leaves the batch as soon as it has ended, and the next questions take the free places. Questions are read
+an eighth of a batch at a time: reading takes the most memory per row, and on a CPU a small batch stays in the caches.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LOG_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answerer:
-    """A loaded model with what it takes to answer questions of a task."""
+class TextGenerator:
+    """A loaded model with what it takes to generate completions for a task's questions."""
 
     model: PreTrainedModel
     processor: Processor
@@ -55,12 +55,12 @@ class Answerer:
 
     @property
     def complete(self) -> Callable[[str], bool] | None:
-        """Whether an answer so far is complete; None if only the end of the turn ends it."""
-        return completion_of(self.samples, self.answer_format)
+        """Whether a partial completion is complete; None if only the end of the turn ends it."""
+        return completeness_test(self.samples, self.answer_format)
 
-    def answers(self, questions: Sequence[Conversation]) -> list[str]:
-        """The answer to each of these unanswered conversations, in order."""
-        return generate_answers(
+    def completions(self, questions: Sequence[Conversation]) -> list[str]:
+        """The completion of each of these unanswered conversations, in order."""
+        return generate_completions(
             self.model,
             self.processor,
             questions,
@@ -85,15 +85,15 @@ def batch_size_for(settings: EvaluationParams, num_questions: int, *, largest: i
     return lowered
 
 
-def load_answerer(
+def load_generator(
     model_dir: Path,
     profile: ProfileParams,
     samples: ModuleType,
     *,
     answer_format: str | None,
     batch_size: int,
-) -> tuple[Answerer, MemoryLog]:
-    """The model of a folder on one device of the profile, ready to answer, and the memory that loading took.
+) -> tuple[TextGenerator, MemoryLog]:
+    """The model of a folder on one device of the profile, ready to generate, and the memory that loading took.
 
     samples: of the task. Raises UserError for a model that the task does not have.
     """
@@ -103,7 +103,7 @@ def load_answerer(
     model = load_certified(model_dir, device=device, precision=precision, attn=attn).eval()
     memory.loaded()
     samples.check(model.config.model_type)
-    answerer = Answerer(
+    generator = TextGenerator(
         model=model,
         processor=load_processor(model_dir, profile.images),
         samples=samples,
@@ -111,16 +111,16 @@ def load_answerer(
         batch_size=batch_size,
         settings=profile.evaluation,
     )
-    return answerer, memory
+    return generator, memory
 
 
-def completion_of(samples: ModuleType, answer_format: str | None) -> Callable[[str], bool] | None:
-    """A task's test of whether an answer so far is complete; None if its answers go on to the end of the turn."""
-    return samples.completion(answer_format) if hasattr(samples, "completion") else None
+def completeness_test(samples: ModuleType, answer_format: str | None) -> Callable[[str], bool] | None:
+    """A task's test of whether a partial completion is complete; None if only the end of the turn ends it."""
+    return samples.completeness_test(answer_format) if hasattr(samples, "completeness_test") else None
 
 
 @torch.no_grad()  # in inference mode nothing that it caches could be used in training
-def generate_answers(
+def generate_completions(
     model: PreTrainedModel,
     processor: Processor,
     questions: Sequence[Conversation],
@@ -130,11 +130,11 @@ def generate_answers(
     room: int | None = None,
     complete: Callable[[str], bool] | None = None,
 ) -> list[str]:
-    """The answer to each of these unanswered conversations, in order.
+    """The completion of each of these unanswered conversations, in order.
 
-    max_new_tokens: limit of an answer; the log says how many were cut there.
+    max_new_tokens: limit of a completion; the log says how many were cut there.
     room: limit of a question in tokens, for which its shortenable text is cut.
-    complete: whether an answer so far is complete, if not only the end of the turn ends it.
+    complete: whether a partial completion is complete, if not only the end of the turn ends it.
     Special tokens are kept; the end of the turn is cut off.
     """
     # A second tokenizer, as a fast one may not encode in one thread while it decodes in another.
@@ -148,22 +148,23 @@ def generate_answers(
         processor, questions, prefill_batch_size(batch_size), padding_side="left", max_length=room
     )
     started = logged = time.monotonic()
-    answers: dict[int, str] = {}
+    completions: dict[int, str] = {}
     num_cut = 0
-    for index, tokens in answered_tokens(
+    for index, tokens in generated_tokens(
         model, batches, is_whole, batch_size=batch_size, max_new_tokens=max_new_tokens
     ):
-        answers[index] = decoded(tokenizer, tokens, ends)
+        completions[index] = decoded(tokenizer, tokens, ends)
         num_cut += not is_whole(tokens)
-        if (now := time.monotonic()) - logged > LOG_INTERVAL_S or len(answers) == len(questions):
+        if (now := time.monotonic()) - logged > LOG_INTERVAL_S or len(completions) == len(questions):
             logged = now
-            log.info("answered %d/%d  %.1f samples/s", len(answers), len(questions), len(answers) / (now - started))
+            count = len(completions)
+            log.info("completions %d/%d  %.1f samples/s", count, len(questions), count / (now - started))
     if num_cut:
-        log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "answer"), max_new_tokens)
-    return [answers[index] for index in range(len(questions))]
+        log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), max_new_tokens)
+    return [completions[index] for index in range(len(questions))]
 
 
-def answered_tokens(
+def generated_tokens(
     model: PreTrainedModel,
     batches: Iterable[tuple[list[int], dict[str, torch.Tensor]]],
     is_whole: Callable[[list[int]], bool],
@@ -171,16 +172,16 @@ def answered_tokens(
     batch_size: int,
     max_new_tokens: int,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Each question's number and the tokens of its answer, in the order in which they end.
+    """Each question's number and the tokens of its completion, in the order in which they end.
 
-    batches: numbers of questions, and the model's inputs for them, padded on the left so that every answer starts right
-    after its question. A batch is read as soon as there is room for all of it. is_whole: whether an answer ends after
-    these tokens.
+    batches: numbers of questions, and the model's inputs for them, padded on the left so that every completion starts
+    right after its question. A batch is read as soon as there is room for all of it. is_whole: whether a completion
+    ends after these tokens.
     """
     waiting = iter(batches)
     following = next(waiting, None)
     rows: _Rows | None = None
-    answers: dict[int, list[int]] = {}
+    generated: dict[int, list[int]] = {}
     while following is not None or rows is not None:
         if following is not None and (rows is None or len(rows.numbers) + len(following[0]) <= batch_size):
             read = _read(model, *following)
@@ -192,18 +193,20 @@ def answered_tokens(
             rows.step(model)
             grown = rows
         for number, token in zip(grown.numbers, grown.tokens[:, 0].tolist(), strict=True):
-            answers.setdefault(number, []).append(token)
+            generated.setdefault(number, []).append(token)
         ended = {
-            number for number in grown.numbers if len(answers[number]) == max_new_tokens or is_whole(answers[number])
+            number
+            for number in grown.numbers
+            if len(generated[number]) == max_new_tokens or is_whole(generated[number])
         }
         if ended:
-            yield from ((number, answers.pop(number)) for number in sorted(ended))
+            yield from ((number, generated.pop(number)) for number in sorted(ended))
             rows = rows.without(ended)
 
 
 @dataclass
 class _Rows:
-    """Unfinished answers, one a row."""
+    """Unfinished completions, one a row."""
 
     numbers: list[int]
     """Number of the question by row."""
@@ -260,7 +263,7 @@ class _Rows:
 
 
 def _read(model: PreTrainedModel, numbers: list[int], inputs: dict[str, torch.Tensor]) -> _Rows:
-    """Read the questions, and generate the first token of each answer."""
+    """Read the questions, and generate the first token of each completion."""
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     # Sampling and penalties of a checkpoint's generation_config.json are ignored.
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -277,7 +280,7 @@ def _first_pass(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     *,
-    logits_processor: object,  # noqa: ARG001 - greedy answers need none of the three
+    logits_processor: object,  # noqa: ARG001 - greedy decoding needs none of the three
     stopping_criteria: object,  # noqa: ARG001
     generation_config: object,  # noqa: ARG001
     **inputs: Any,
@@ -293,14 +296,14 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def end_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that end an answer. settings: the model's generation_config.json."""
+    """The tokens that end a completion. settings: the model's generation_config.json."""
     configured = settings.eos_token_id
     ends = {configured} if isinstance(configured, int) else set(configured or ())
     return ends | {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int]) -> str:
-    """The text of an answer, special tokens kept, up to the first token that ends it."""
+    """The text of a completion, special tokens kept, up to the first token that ends it."""
     length = next((position for position, token in enumerate(ids) if token in ends), len(ids))
     return tokenizer.decode(ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 

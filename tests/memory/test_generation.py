@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stages.evaluation.answer import answered_tokens
+from stages.evaluation.generate import generated_tokens
 from stages.internals.torch_internals import cpu_peak
 from stages.memory.step import Inference, record_generation
 from stages.models.load import auto_class
@@ -21,7 +21,7 @@ from tests.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
         ("text", 16, 512, 4, "eager"),
     ],
 )
-def test_long_questions_and_long_answers_are_predicted(
+def test_long_questions_and_long_completions_are_predicted(
     model: str, batch_size: int, length: int, new_tokens: int, attn: str
 ) -> None:
     plan = plan_of(**R1, micro_batch=prefill_batch_size(batch_size), max_length=length)
@@ -30,12 +30,12 @@ def test_long_questions_and_long_answers_are_predicted(
     del batch["labels"]
     inference = Inference(device=plan.device, precision=plan.precision, attn=attn)
     recording = record_generation(inference, config, batch, batch_size=batch_size, max_new_tokens=new_tokens)
-    answering = auto_class(config).from_config(config, attn_implementation=attn).eval()
-    held = (*answering.parameters(), *answering.buffers(), *batch.values())
+    generating = auto_class(config).from_config(config, attn_implementation=attn).eval()
+    held = (*generating.parameters(), *generating.buffers(), *batch.values())
     size = len(batch["input_ids"])
     batches = ((list(range(first, first + size)), dict(batch)) for first in range(0, batch_size, size))
     limits = {"batch_size": batch_size, "max_new_tokens": new_tokens}
     with torch.inference_mode(), cpu_peak(held) as peak:
-        answers = dict(answered_tokens(answering, batches, lambda _: False, **limits))
-    assert [len(answers[number]) for number in range(batch_size)] == [new_tokens] * batch_size
+        completions = dict(generated_tokens(generating, batches, lambda _: False, **limits))
+    assert [len(completions[number]) for number in range(batch_size)] == [new_tokens] * batch_size
     assert peak_bytes(recording) == pytest.approx(peak.size_bytes, rel=0.01)
