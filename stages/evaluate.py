@@ -39,10 +39,10 @@ from stages.models.certificate import certified_model
 from stages.planning.ladder import UNPLANNED_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
-from stages.planning.prediction import MemoryRecord, prediction_metrics, read_memory
+from stages.planning.prediction import PlannedMemory, prediction_metrics, read_memory
 from stages.reporting.runs import FAILURE, copy_to_report, report_runs_dir
 from stages.reporting.tracking import track_evaluation
-from stages.training.records import TrainingRecord
+from stages.training.records import TrainingSummary
 
 log = logging.getLogger("stages")
 
@@ -159,9 +159,9 @@ def evaluate_file(
     return Evaluation(metrics=metrics | {"answers": str(path)}, rows=rows, lineage=lineage, memory=memory)
 
 
-def memory_metrics(run_dir: Path, planned: MemoryRecord) -> dict[str, float]:
+def memory_metrics(run_dir: Path, planned: PlannedMemory) -> dict[str, float]:
     """Training's predicted and measured memory; empty if memory ran out and training used other settings."""
-    training = TrainingRecord.read(run_dir / "training/training.json", fix=rebuild(f"train@{run_dir.name}"))
+    training = TrainingSummary.read(run_dir / "training/training.json", fix=rebuild(f"train@{run_dir.name}"))
     if training.attempt:
         return {}
     on_cpu = training.memory_kind == "cpu_allocated"

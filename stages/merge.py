@@ -38,7 +38,7 @@ from stages.models.prompts import accepts, load_processor
 from stages.planning.ladder import UNPLANNED_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
-from stages.training.records import TrainingRecord
+from stages.training.records import TrainingSummary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +62,7 @@ def main(recipe: str, attempt: int) -> None:
         fix=rebuild(f"train@{recipe}"),
         fix_base=rebuild(made_by(plan.base_dir.removeprefix("data/"))),
     )
-    quantization = TrainingRecord.read(run_dir / "training/training.json", fix=rebuild(f"train@{recipe}")).quantization
+    quantization = TrainingSummary.read(run_dir / "training/training.json", fix=rebuild(f"train@{recipe}")).quantization
     samples, scoring = load_task(plan.task, "samples"), load_task(plan.task, "scoring")
     processor = load_processor(base_dir, plan.images)
     probes = [probe for probe in samples.probes(plan.answer_format) if accepts(processor, probe)]

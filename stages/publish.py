@@ -29,8 +29,8 @@ from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.models.certificate import certified_model
 from stages.models.folders import read_config, require_weights
-from stages.publishing.card import Publication, evaluated_on, ingredients_of
 from stages.publishing.folder import records_of, write_folder
+from stages.publishing.model_card import Publication, evaluated_on, ingredients_of
 from stages.reporting.compare import compare, read_contenders, task_report
 
 DATA_DIR = Path("data")

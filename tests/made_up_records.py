@@ -3,7 +3,7 @@
 from stages.core.provenance import Machine, Provenance
 from stages.mixture.certificate import BuildCertificate, Change, Domain, Routing
 from stages.models.certificate import MergeCertificate
-from stages.training.records import TrainingRecord
+from stages.training.records import TrainingSummary
 
 PROVENANCE = Provenance(
     stage="train@r1",
@@ -62,7 +62,7 @@ BUILD_CERTIFICATE = BuildCertificate(
     domains={"a": Domain(probes=1, forced_deviation=0.0, routing=ROUTING)},
 )
 
-TRAINING = TrainingRecord(
+TRAINING = TrainingSummary(
     recipe="r1",
     profile="tiny",
     attempt=0,

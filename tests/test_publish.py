@@ -22,7 +22,7 @@ from stages.data.conversation import Conversation
 from stages.models.folders import read_config
 from stages.models.prompts import load_processor, rendered
 from stages.publish import gather, main, publish_run
-from stages.publishing.card import write_card
+from stages.publishing.model_card import write_card
 from stages.publishing.signing import SIGNATURE_FILE
 from stages.tasks.detection.report import REPORT
 from tests import ROOT

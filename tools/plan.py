@@ -32,7 +32,7 @@ from stages.models.folders import GEOMETRIES_DIR
 from stages.planning.cards import named_card
 from stages.planning.disk import DiskUse, disk_use
 from stages.planning.ladder import settings
-from stages.planning.prediction import MemoryRecord, gib_text
+from stages.planning.prediction import PlannedMemory, gib_text
 from stages.reporting.tables import Column, Table, terminal_table
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class RecipeMemory:
     """Settings that the ladder may change, as planned: micro_batch, grad_accumulation, gradient_checkpointing, ..."""
     trainable: int
     """Parameters that are trained."""
-    memory: MemoryRecord
+    memory: PlannedMemory
     """The plan's, with the fields of data/runs/RECIPE/memory.json; its verdict is "fits", "too close", "does not fit",
     or "unknown" if the profile does not give the GPU's size."""
     cheapest: dict[str, Any] | None

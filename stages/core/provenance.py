@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.records import STRICT, Record
+from stages.core.records import STRICT, StageFile
 
 PROVENANCE_DIR = "data/provenance"
 """Folder of the records: those of a task's runs in a folder TASK, all others beside it."""
@@ -44,7 +44,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Provenance(Record):
+class Provenance(StageFile):
     stage: str
     """DVC's name for it, e.g. "train@r1-llm-only"."""
     started: str

@@ -48,7 +48,7 @@ def rebuild(stage: str) -> str:
     return f"dvc repro -f -s {stage}"
 
 
-class Record:
+class StageFile:
     """Base of a dataclass that one stage writes to a file and others read: JSON, or YAML by the file's suffix."""
 
     def faults(self) -> dict[str, str]:

@@ -23,7 +23,7 @@ from stages.launcher.pipeline import IN_STEP, PLACE_VARIABLE, Request
 from stages.launcher.process import forwarded_signals
 from stages.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
 from stages.planning.plan import read_plan
-from stages.planning.prediction import GIB, MemoryRecord
+from stages.planning.prediction import GIB, PlannedMemory
 
 PLACES = ("here", "slurm")
 
@@ -126,6 +126,6 @@ def host_gib(request: Request) -> float:
     if not plan.on_gpu:
         with suppress(UserError):
             path = runs_dir / request.name / "memory.json"
-            record = MemoryRecord.read(path, fix=rebuild(f"plan@{request.name}"))
+            record = PlannedMemory.read(path, fix=rebuild(f"plan@{request.name}"))
             gib += processes * (record.prediction.total_bytes if stage == "train" else record.evaluation_bytes) / GIB
     return MARGIN * gib

@@ -14,7 +14,7 @@ from stages.memory.calibration import ASSUMED, load_calibration
 from stages.planning.cards import cards_for
 from stages.planning.ladder import MAX_BATCH_SIZE, changes_between, rungs
 from stages.planning.plan import Plan
-from stages.planning.prediction import MemoryRecord, Prediction, Verdict, gib_text
+from stages.planning.prediction import PlannedMemory, Prediction, Verdict, gib_text
 
 TOKENS_TO_FILL_A_GPU = 2048
 """Tokens of a micro-batch that takes twice the time per token of a large one. Assumed, not measured."""
@@ -52,10 +52,10 @@ class Fit:
         short = self.verdict is None or (self.verdict == "fits" and not plan.on_gpu)
         return lines + ([self.prediction.summary()] if short else self.prediction.lines(self.capacity_bytes))
 
-    def record(self, evaluation: Fit, batch_size: int) -> MemoryRecord:
+    def record(self, evaluation: Fit, batch_size: int) -> PlannedMemory:
         """evaluation: how the same plan's evaluation fits, so many completions at once."""
         of_this_machine = self.plan.device.kind == "cpu" and self.plan.device.memory_gb is None
-        return MemoryRecord(
+        return PlannedMemory(
             verdict=self.verdict or "unknown",
             prediction=self.prediction,
             usable_bytes=None if of_this_machine else self.capacity_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
 
-from stages.core.records import STRICT_OR_NAN, Record
+from stages.core.records import STRICT_OR_NAN, StageFile
 
 # Limit of the deviation between an expert's logits and those of the mixture that uses this expert alone, as a share of
 # the expert's. Only the order of additions differs; every limit is a small multiple of the dtype's rounding.
@@ -43,7 +43,7 @@ class Domain:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
-class BuildCertificate(Record):
+class BuildCertificate(StageFile):
     build: str
     built_digest: str
     """Content digest of the built folder."""

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, short, verified_lineage
 from stages.core.params.schema import Params, made_by
-from stages.core.records import STRICT_OR_NAN, Record, rebuild
+from stages.core.records import STRICT_OR_NAN, StageFile, rebuild
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class QuantizationCost:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
-class MergeCertificate(Record):
+class MergeCertificate(StageFile):
     recipe: str
     merged_digest: str
     """Content digest of the merged folder, with or without its weights (models.keep_merged)."""

@@ -24,7 +24,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import OutOfMemory, pluralize
-from stages.core.records import STRICT, Record
+from stages.core.records import STRICT, StageFile
 
 log = logging.getLogger("stages")
 
@@ -37,7 +37,7 @@ Amount = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class StageMemory(Record):
+class StageMemory(StageFile):
     stage: str
     name: str
     """Recipe, baseline or build."""

@@ -23,7 +23,7 @@ from stages.core.params.schema import (
     Seed,
     Size,
 )
-from stages.core.records import STRICT, Record, damaged, rebuild, shown
+from stages.core.records import STRICT, StageFile, damaged, rebuild, shown
 
 DATA_PARALLEL = ("ddp", "sharded")
 """Placements with one process per device, each with samples of its own."""
@@ -70,7 +70,7 @@ class Validation:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Plan(Record):
+class Plan(StageFile):
     recipe: str
     profile: str
     task: str

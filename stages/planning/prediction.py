@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.params.schema import Size
-from stages.core.records import STRICT, Record, rebuild
+from stages.core.records import STRICT, StageFile, rebuild
 
 GIB = 2**30
 
@@ -78,7 +78,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class MemoryRecord(Record):
+class PlannedMemory(StageFile):
     """data/runs/RECIPE/memory.json: whether a plan fits the profile's device."""
 
     verdict: str
@@ -100,9 +100,9 @@ class MemoryRecord(Record):
         return {f"prediction.phases.{phase}": "missing" for phase in missing}
 
 
-def read_memory(recipe: str) -> MemoryRecord:
+def read_memory(recipe: str) -> PlannedMemory:
     """Raises UserError if the record is missing or damaged."""
-    return MemoryRecord.read(Path("data/runs") / recipe / "memory.json", fix=rebuild(f"plan@{recipe}"))
+    return PlannedMemory.read(Path("data/runs") / recipe / "memory.json", fix=rebuild(f"plan@{recipe}"))
 
 
 def prediction_metrics(prediction: Prediction, measured_bytes: int, *, on_cpu: bool) -> dict[str, float]:

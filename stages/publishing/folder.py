@@ -12,7 +12,6 @@ from stages.core.atomic import atomic_folder, atomic_write
 from stages.core.errors import bytes_text, pluralize
 from stages.core.lineage import LINEAGE_FILE, Lineage, digested_files, file_digests
 from stages.core.provenance import Provenance, read_provenance
-from stages.publishing.card import Publication, write_card
 from stages.publishing.check import (
     CARD_FILE,
     CERTIFICATE,
@@ -22,6 +21,7 @@ from stages.publishing.check import (
     TRAINED_DIR,
     check_published,
 )
+from stages.publishing.model_card import Publication, write_card
 from stages.publishing.signing import STATEMENT_FILE, sign, signing_key, statement
 from stages.reporting.runs import EXAMPLES_DIR
 

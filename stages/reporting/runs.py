@@ -27,7 +27,7 @@ from stages.evaluation.statistics import Floats
 from stages.models.certificate import MergeCertificate
 from stages.planning.memory_use import StageMemory
 from stages.planning.plan import Plan, read_plan
-from stages.training.records import TrainingRecord
+from stages.training.records import TrainingSummary
 
 MODEL_LINEAGE_FILE = "model_lineage.json"
 """The lineage of the model evaluated. It has a name of its own, because lineage.json describes the folder it is in."""
@@ -85,7 +85,7 @@ class Run:
     """Per-sample values by column of predictions.parquet, each (samples,)."""
     plan: Plan | None = None
     """None for an untrained base, as are the next two."""
-    training: TrainingRecord | None = None
+    training: TrainingSummary | None = None
     certificate: MergeCertificate | None = None
     curves: Mapping[str, Curve] = field(default_factory=dict)
     """The curves that were written, by their names in CURVES."""
@@ -159,7 +159,7 @@ def read_run(
         sample_ids=tuple(str(row[identity[0]]) for row in rows),
         columns={column: _numbers(rows, column, predictions_path, fix) for column in columns},
         plan=read_plan(name, runs_dir=run_dir.parent, fix=fix) if trained else None,
-        training=TrainingRecord.read(run_dir / "training/training.json", fix=fix) if trained else None,
+        training=TrainingSummary.read(run_dir / "training/training.json", fix=fix) if trained else None,
         certificate=MergeCertificate.read(run_dir / "merge.json", fix=fix) if trained else None,
         curves={
             figure: curve

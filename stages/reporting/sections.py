@@ -42,7 +42,7 @@ _MEMORY_KINDS = {
 _DONE = {"train": "trained", "merge": "merged", "evaluate": "evaluated", "baseline": "evaluated"}
 """Participle by stage."""
 
-Record: TypeAlias = tuple[str, Provenance]
+RunProvenance: TypeAlias = tuple[str, Provenance]
 """The name of a run, and the record of one of its stages."""
 
 
@@ -499,7 +499,7 @@ def origin_warnings(runs: Sequence[Run]) -> list[str]:
     return warnings
 
 
-def _records(runs: Iterable[Run]) -> list[Record]:
+def _records(runs: Iterable[Run]) -> list[RunProvenance]:
     return [(run.name, record) for run in runs for record in run.provenance]
 
 
@@ -511,7 +511,7 @@ def _commit(record: Provenance) -> str:
     return short(record.commit) if record.commit else "not known"
 
 
-def _groups(records: Iterable[Record], fact: Callable[[Provenance], str]) -> str:
+def _groups(records: Iterable[RunProvenance], fact: Callable[[Provenance], str]) -> str:
     """`one (r1, r2), other (r3)` if a fact is not the same for all, else ""."""
     runs: dict[str, dict[str, None]] = {}
     for name, record in records:

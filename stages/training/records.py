@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from stages.core.atomic import atomic_write
 from stages.core.errors import UserError
 from stages.core.params.schema import TrackingParams
-from stages.core.records import STRICT_OR_NAN, Record
+from stages.core.records import STRICT_OR_NAN, StageFile
 from stages.planning.plan import Validation
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ Log = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
-class TrainingRecord(Record):
+class TrainingSummary(StageFile):
     recipe: str
     profile: str
     attempt: Count
@@ -80,7 +80,7 @@ class TrainingRecord(Record):
     """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
 
     @classmethod
-    def of(cls, trainer: RecipeTrainer, *, attempt: int) -> TrainingRecord:
+    def of(cls, trainer: RecipeTrainer, *, attempt: int) -> TrainingSummary:
         """trainer: of a training that has ended, by the plan as it is after `attempt` rungs."""
         plan, state, seconds, kept_step = trainer.plan, trainer.state, trainer.seconds, trainer.kept_step
         peak_bytes, reserved_bytes = trainer.peak_bytes()
@@ -149,9 +149,9 @@ CURVES = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_a
 """Figures of Trainer's log that are written as curves."""
 
 
-def write_records(trainer: RecipeTrainer, training_dir: Path, *, attempt: int) -> TrainingRecord:
+def write_records(trainer: RecipeTrainer, training_dir: Path, *, attempt: int) -> TrainingSummary:
     """Write training.json, trace.csv, and the curves."""
-    record = TrainingRecord.of(trainer, attempt=attempt)
+    record = TrainingSummary.of(trainer, attempt=attempt)
     record.write(training_dir / "training.json")
     rows = (f"{step},{loss},{grad_norm}" for step, (loss, grad_norm) in enumerate(trainer.trace or (), start=1))
     atomic_write("\n".join(("step,loss,grad_norm", *rows)) + "\n", training_dir / "trace.csv")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stages.core.errors import UserError
-from stages.core.records import Record, Unreadable, parse, parse_json, parse_yaml, problems, read_record
+from stages.core.records import StageFile, Unreadable, parse, parse_json, parse_yaml, problems, read_record
 from tests.damage import TEXTS, quick
 
 
@@ -92,7 +92,7 @@ def test_merges_dates_and_numbers_are_those_of_yaml_1_2_and_json() -> None:
 
 
 @dataclass(frozen=True)
-class Written(Record):
+class Written(StageFile):
     number: int
     inner: dict[str, float]
     words: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from stages.memory.calibration import load_calibration
 from stages.memory.fit import Fit, cheapest_fit, decide, duration, fastest_fit, fitting_batch_size
 from stages.planning.ladder import changes_between, rungs
 from stages.planning.plan import Plan
-from stages.planning.prediction import MemoryRecord, Prediction, prediction_metrics
+from stages.planning.prediction import PlannedMemory, Prediction, prediction_metrics
 from tests.planning.test_ladder import plan_with
 
 GIB = 2**30
@@ -174,7 +174,7 @@ def test_a_record_comes_back_as_it_was_written(capacity_gib: float | None, tmp_p
     path, fit = tmp_path / "memory.json", start(capacity_gib)
     record = replace(fit, changes=("optimizer a -> b",)).record(start(capacity_gib), 64)
     record.write(path)
-    assert MemoryRecord.read(path, fix="") == record
+    assert PlannedMemory.read(path, fix="") == record
     assert record.verdict == record.evaluation_verdict == ("unknown" if capacity_gib is None else "does not fit")
     assert record.usable_bytes == (None if capacity_gib is None else capacity_gib * GIB)
     assert (record.evaluation_bytes, record.evaluation_batch_size, record.changes) == (

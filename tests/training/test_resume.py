@@ -32,7 +32,7 @@ from stages.planning.plan import Plan
 from stages.training import checkpoints as on_disk
 from stages.training.checkpoints import Checkpoints, kept_checkpoints
 from stages.training.randomness import random_state
-from stages.training.records import TrainingRecord, write_curves
+from stages.training.records import TrainingSummary, write_curves
 from stages.training.resume import (
     SaveInTime,
     load_state,
@@ -272,7 +272,7 @@ def test_fp16_skips_and_counts_a_step_that_overflows_and_can_be_interrupted_afte
     resumed = workplace.train(plan)
     assert [float.fromhex(grad_norm) > 0 for _, grad_norm in resumed.trace] == [True, False, True, True]
     assert "nan" not in resumed.curves["train/loss.tsv"]
-    record = TrainingRecord.of(trainers[-1], attempt=0)
+    record = TrainingSummary.of(trainers[-1], attempt=0)
     assert record.skipped_steps == 1
     assert "4 steps (1 skipped, as gradients overflowed)" in record.summary()
 

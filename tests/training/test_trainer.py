@@ -25,7 +25,7 @@ from stages.models.load import check_placement, load_model
 from stages.planning.ladder import rungs
 from stages.planning.plan import Plan
 from stages.training.checkpoints import kept_checkpoints
-from stages.training.records import LOSS, TrainingRecord
+from stages.training.records import LOSS, TrainingSummary
 from stages.training.resume import train_to_the_end
 from stages.training.trainer import (
     MAX_OVERFLOWS,
@@ -62,7 +62,7 @@ def test_what_a_gpu_did_is_in_the_record(build: Build, monkeypatch: pytest.Monke
     found = {"gpu_utilization": 0.5, "gpu_watts": 300.0, "gpu_kwh": 0.25}
     monkeypatch.setattr(trainer.gpu_use, "totals", lambda: found)
     trainer.kept_step = trainer.state.global_step
-    assert found.items() <= asdict(TrainingRecord.of(trainer, attempt=0)).items()
+    assert found.items() <= asdict(TrainingSummary.of(trainer, attempt=0)).items()
 
 
 def test_each_part_has_its_own_learning_rate(build: Build) -> None:

@@ -30,7 +30,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from stages.core.errors import OutOfMemory, UserError, listed, pluralize
 from stages.core.params.schema import ProfileParams
-from stages.core.records import STRICT_OR_NAN, Record
+from stages.core.records import STRICT_OR_NAN, StageFile
 from stages.core.signals import end_with_parent
 from stages.data.conversation import Conversation
 from stages.data.images import ImageRecord
@@ -71,7 +71,7 @@ TOLERANCE = {
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
-class EngineCertificate(Record):
+class EngineCertificate(StageFile):
     """vLLM generates the completions of a run's own model."""
 
     run: str

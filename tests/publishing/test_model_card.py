@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stages.core.lineage import Lineage
-from stages.publishing.card import evaluated_on, ingredients_of
+from stages.publishing.model_card import evaluated_on, ingredients_of
 from tests.made_up_runs import project_params
 
 BASE = Lineage(kind="base", name="dense", digest="0" * 64, source={"folder": "data/tiny/qwen2-folklore"}, parents={})

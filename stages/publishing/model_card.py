@@ -35,7 +35,7 @@ from stages.reporting.sections import (
 )
 from stages.reporting.tables import Column, Table, escape_markdown, markdown
 
-TEMPLATE = Path(__file__).with_name("card.md")
+TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
 @dataclass(frozen=True, kw_only=True)
