@@ -45,7 +45,7 @@ STAGE = """
 import os, signal, sys, time
 from pathlib import Path
 
-name = "-".join([Path(__file__).stem, *sys.argv[1:]])
+name = os.environ.get("DVC_STAGE", "-".join([Path(__file__).stem, *sys.argv[1:]])).replace("@", "-")
 order = Path("orders", name)
 order = order.read_text() if order.exists() else ""
 
@@ -80,10 +80,21 @@ NAMES = ["base", "prepare-a", "prepare-b", "evaluate-a", "compare"]
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
+def command() -> str:
+    r"""What DVC starts a stage \1 by."""
+    return r"docker/run \1"
+
+
+without_launcher = pytest.mark.parametrize("command", [r"python stages/\1.py"])
+"""For tests of what is run when: most of the time of a stage is the launcher's."""
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, command: str) -> Workspace:
     """A pipeline that has not run yet."""
     kinds = dict.fromkeys(("base", "prepare", "evaluate", "compare"), STAGE)
-    folder = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, **kinds)
+    pipeline = re.sub(r"docker/run (\w+)", command, PIPELINE)
+    folder = small_checkout(tmp_path / "a workspace", pipeline=pipeline, **kinds)
     copy_code(folder, "tools.run")
     for name, text in {".dvc/config": "[core]\n    no_scm = true\n", "orders/none": "", "notes": ""}.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -120,6 +131,7 @@ def lock(workspace: Workspace) -> object:
     return YAML(typ="safe").load(workspace.folder / "dvc.lock")
 
 
+@without_launcher
 def test_side_by_side_leaves_what_a_serial_run_leaves_and_a_second_run_does_nothing(workspace: Workspace) -> None:
     serial = Workspace(folder=workspace.folder.with_name("serial"), environment=workspace.environment)
     copy_folder(workspace.folder, serial.folder)
@@ -145,6 +157,7 @@ def test_side_by_side_leaves_what_a_serial_run_leaves_and_a_second_run_does_noth
     assert started(moved)[len(NAMES) :] == ["base", "prepare-a"]
 
 
+@without_launcher
 def test_only_stages_that_depend_on_a_failed_one_are_left_out(workspace: Workspace) -> None:
     order(workspace, prepare_b="fail")
     failed = side_by_side(workspace)
