@@ -65,14 +65,14 @@ def start(folder: Path, then: str, *, count: int = 2, nodes: int = 1, **environm
 )
 def test_the_end_of_one_worker_ends_the_stage(tmp_path: Path, end: str, code: int) -> None:
     both_run = 'while not Path("0-of-2").exists():\n        time.sleep(0.02)'
-    started = start(tmp_path, f'if os.environ["RANK"] == "1":\n    {both_run}\n    {end}\ntime.sleep(60)')
+    started = start(tmp_path, f'if os.environ["RANK"] == "1":\n    {both_run}\n    {end}\nsignal.pause()')
     started.join()
     assert started.exitcode == code
     assert {path.name for path in tmp_path.glob("*-of-*")} == {"0-of-2", "1-of-2"}
 
 
 def test_a_signal_reaches_the_workers_which_save(tmp_path: Path) -> None:
-    started = start(tmp_path, "time.sleep(60)")
+    started = start(tmp_path, "signal.pause()")
     while len([*tmp_path.glob("*-of-*")]) < 2:
         assert started.is_alive()
         time.sleep(0.02)
