@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import click
+import pyarrow as pa
 
 from stages.core.atomic import atomic_folder, atomic_write
 from stages.core.errors import configure_logging
@@ -31,6 +32,7 @@ from stages.core.params.schema import Params
 from stages.core.records import rebuild
 from stages.core.tasks import load_task, require_answer_format
 from stages.data.conversation import Conversation
+from stages.data.groups import groups_of
 from stages.data.parquet import write_rows
 from stages.evaluation.generate import batch_size_for, load_generator
 from stages.evaluation.score import failures, read_completions, score_completions, summary, write_examples
@@ -40,7 +42,7 @@ from stages.planning.ladder import UNPLANNED_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
 from stages.planning.prediction import PlannedMemory, prediction_metrics, read_memory
-from stages.reporting.runs import FAILURE, copy_to_report, report_runs_dir
+from stages.reporting.runs import FAILURE, GROUP_COLUMN, copy_to_report, report_runs_dir
 from stages.reporting.tracking import track_evaluation
 from stages.training.records import TrainingSummary
 
@@ -69,7 +71,11 @@ def main(name: str, attempt: int) -> None:
     metrics |= {f"{FAILURE}{kind}": len(found) for kind, found in failures(evaluation.rows, scoring).items()}
     with atomic_folder(run_dir / "examples") as examples_dir:
         write_examples(records, evaluation.rows, scoring, examples_dir)
-    write_rows(evaluation.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
+    rows, schema = evaluation.rows, scoring.PREDICTIONS
+    if (groups := groups_of(records)) is not None:
+        rows = [row | {GROUP_COLUMN: group} for row, group in zip(rows, groups.tolist(), strict=True)]
+        schema = schema.append(pa.field(GROUP_COLUMN, pa.int64()))
+    write_rows(rows, run_dir / "predictions.parquet", schema)
     atomic_write(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
     report_run_dir = report_runs_dir(Path("data"), task.name) / name
     copy_to_report(run_dir, report_run_dir, lineage=evaluation.lineage)

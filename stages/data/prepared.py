@@ -26,7 +26,7 @@ from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams
 from stages.core.records import read_record, rebuild
 from stages.core.tasks import reader_of
-from stages.data.images import ImageRecord
+from stages.data.groups import Grouped, connected, groups_of
 from stages.data.near import Description, near_duplicates
 from stages.data.parquet import read_rows, read_schema, write_rows
 from stages.data.sources import READ_ON, Place, WrongSplit, files_by_split
@@ -45,11 +45,8 @@ log = logging.getLogger("stages")
 T = TypeVar("T")
 
 
-class Record(Protocol):
+class Record(Grouped, Protocol):
     """A sample of any task."""
-
-    def subject(self) -> str:
-        """A digest, equal for records that may not be in two splits."""
 
     def content(self) -> Sequence[Any]:
         """All fields but where the record was read, as JSON values; the first names the record in messages."""
@@ -77,10 +74,8 @@ class Rules(Generic[R]):
     """A word for what may not be in two splits."""
     held_out: float
     """Share of the subjects that becomes the validation split of a dataset that has none: always the same ones."""
-    group: Callable[[R], str] = lambda _: ""
-    """A name that records share which are held out or trained on together; empty for none."""
     separate_groups: bool = False
-    """Whether a group may not be in two splits that the dataset itself has."""
+    """Whether a group may not be in two splits that the dataset itself has, or is only counted there."""
     adapt: Callable[[str, R], R] = lambda _, record: record
     """Changes a record of the split of that name before it is written."""
 
@@ -203,6 +198,9 @@ def write_prepared(
         words, samples = join_truncated(near_words(near), 1), pluralize(len(near), "sample")
         log.warning("%s may make scores too good, near-duplicates of another split: %s", samples, words)
     for name, read in preparation.splits.items():
+        for other, count in read.in_groups.items():
+            samples = pluralize(count, "sample")
+            log.warning("%s of %s may make scores too good: their groups are in %s too", samples, name, other)
         if read.leaked:
             others = " and ".join(sorted({other for _, other, _, _ in read.leaked}))
             log.warning("%s of %s left out: in %s too", pluralize(len(read.leaked), "sample"), name, others)
@@ -222,6 +220,8 @@ class _Split(Generic[R]):
     invalid_rows: int = 0
     leaked: list[tuple[Place, str, Place, str]] = field(default_factory=list)
     """Samples whose subject is in another split: their place, that split, its place there, and a name."""
+    in_groups: Counter[str] = field(default_factory=Counter)
+    """Counts of other samples whose group is in another split, by that split."""
     digest: Any = field(default_factory=hashlib.sha256)
 
     def valid(self, samples: Iterable[Sample[R]]) -> Iterator[tuple[Place, R]]:
@@ -237,7 +237,8 @@ class _Split(Generic[R]):
         for record in self._limited(records, limit):
             adapted = rules.adapt(name, record)
             self.digest.update(json.dumps(adapted.content()).encode())
-            self.records.append(replace(adapted, image=b"") if isinstance(adapted, ImageRecord) else adapted)
+            kept: Any = adapted
+            self.records.append(replace(kept, image=b"") if hasattr(kept, "image") else kept)
             yield to_row(adapted, rules.schema)
 
     def _limited(self, records: Iterable[R], limit: int | None) -> Iterable[R]:
@@ -275,13 +276,16 @@ class _Preparation(Generic[R]):
 
         def without_leaks(split: str) -> Iterator[R]:
             for place, record in samples[split]:
-                group = self.rules.group(record)
-                keys = [record.subject(), *([f"group {group}"] if group and self.rules.separate_groups else [])]
-                places = [seen.setdefault(key, (split, place)) for key in keys]
-                if leak := next((each for each in places if each[0] != split), None):
+                here = split, place
+                subject_at = seen.setdefault(record.subject(), here)
+                group_at = seen.setdefault(f"group {record.group}", here) if record.group else here
+                refused = [subject_at, *([group_at] if self.rules.separate_groups else [])]
+                if leak := next((each for each in refused if each[0] != split), None):
                     self.splits[split].leaked.append((place, *leak, str(record.content()[0])))
                     continue
-                digest = hashlib.sha256(f"selection {group or record.subject()}".encode()).digest()
+                if group_at[0] != split:
+                    self.splits[split].in_groups[group_at[0]] += 1
+                digest = hashlib.sha256(f"selection {record.group or record.subject()}".encode()).digest()
                 set_aside = split == "train" and int.from_bytes(digest[:4], "big") < share * 2**32
                 self.described["selection" if set_aside else split].append((place, record.description()))
                 if set_aside:
@@ -298,7 +302,7 @@ class _Preparation(Generic[R]):
         stays."""
         self._refuse_invalid(["train"])
         # Joined subjects go by the smallest of them: all are digests, so their order is random.
-        joined = connected((record.subject(), self.rules.group(record)) for _, record in valid)
+        joined = connected((record.subject(), record.group) for _, record in valid)
         subjects = sorted(set(joined))
         if len(subjects) < 2:
             found = pluralize(len(subjects), self.rules.subject)
@@ -385,6 +389,8 @@ class _Preparation(Generic[R]):
         return {
             "records": len(split.records),
             **({"files": list(files)} if files is not None else {}),
+            **({"groups": int(groups.max()) + 1} if (groups := groups_of(split.records)) is not None else {}),
+            **({"in_groups_of": dict(split.in_groups)} if split.in_groups else {}),
             **self.rules.summary(name, split.records),
             "digest": f"sha256:{split.digest.hexdigest()}",
             "invalid_rows": split.invalid_rows,
@@ -414,26 +420,6 @@ def folded(problems: Iterable[tuple[Place, str]]) -> list[str]:
 
 def counted(fields: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(fields.items()))
-
-
-def connected(keys: Iterable[tuple[str, str]]) -> list[str]:
-    """For each subject and group the smallest subject that it is joined with, by subjects or groups in common.
-
-    A group may be empty, and then joins nothing.
-    """
-    parents: dict[str, str] = {}
-
-    def root(node: str) -> str:
-        while parents.setdefault(node, node) != node:
-            parents[node] = node = parents[parents[node]]
-        return node
-
-    subjects = []
-    for subject, group in keys:
-        subjects.append(subject)
-        nodes = root(subject), root(f"~{group}" if group else subject)  # `~` is behind every digest
-        parents[max(nodes)] = min(nodes)
-    return [root(subject) for subject in subjects]
 
 
 def near_words(near: Sequence[tuple[str, Place, str, Place]]) -> list[str]:

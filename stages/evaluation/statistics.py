@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 Floats = NDArray[np.float64]
+Groups = NDArray[np.int64]
+"""(samples,) Number of each sample's group. Samples of a group, such as questions about one meeting, are alike."""
 Statistic = Callable[[Floats], Floats]
 """From column means (..., k) to the statistic (...): a mean, or a ratio of sums such as a corpus F1."""
 
@@ -78,22 +80,41 @@ def perplexity(means: Floats) -> Floats:
     return np.exp(rates.sum(axis=-1) / np.maximum((tokens > 0).sum(axis=-1), 1))
 
 
-def figures(key: str, values: Floats, statistic: Statistic = sample_mean) -> dict[str, float]:
-    """The statistic of values (n,) or (n, k) as `key`, and with two samples or more its interval: KEY_low, KEY_high."""
-    interval = bootstrap(values, statistic)
+def by_group(values: Floats, statistic: Statistic, groups: Groups | None) -> tuple[Floats, Statistic]:
+    """(values, statistic) with groups in place of samples: sums (..., groups, columns + 1), the last column the number
+    of a group's samples, and the same statistic of these. Both as they are if no samples belong together (None)."""
+    if groups is None:
+        return values, statistic
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    counted = np.concatenate([values, np.ones((*values.shape[:-1], 1))], axis=-1)
+    sums = np.add.reduceat(counted[..., order, :], starts, axis=-2)
+    return sums, lambda means: statistic(means[..., :-1] / means[..., -1:])
+
+
+def figures(
+    key: str, values: Floats, statistic: Statistic = sample_mean, groups: Groups | None = None
+) -> dict[str, float]:
+    """The statistic of values (n,) or (n, k) as `key`, and with two groups or more its interval: KEY_low, KEY_high."""
+    interval = bootstrap(values, statistic, groups)
     ends = {f"{key}_low": interval.low, f"{key}_high": interval.high} if interval else {}
     return {key: float(statistic(np.atleast_1d(values.mean(axis=0)))), **ends}
 
 
 def bootstrap(
-    values: Sequence[float] | Floats, statistic: Statistic = sample_mean, *, resamples: int = 10_000
+    values: Sequence[float] | Floats,
+    statistic: Statistic = sample_mean,
+    groups: Groups | None = None,
+    *,
+    resamples: int = 10_000,
 ) -> Interval | None:
     """Interval of a statistic of column means, at `LEVEL`. The same arguments give the same interval, bit for bit.
 
-    values: (n,) or (n, k), one row a sample; statistic: see `Statistic`, finite for every redraw.
-    Returns None below two samples. Raises ValueError for NaN or infinite values: missing is not a score.
+    values: (n,) or (n, k), one row a sample; statistic: see `Statistic`, finite for every redraw. groups: redrawn as
+    wholes; None if each sample is drawn by itself.
+    Returns None below two groups. Raises ValueError for NaN or infinite values: missing is not a score.
     """
-    columns = _as_columns(values)
+    columns, statistic = by_group(_as_columns(values), statistic, groups)
     if len(columns) < 2:
         return None
     return _expanded_percentiles(_redraw(columns, statistic, resamples), len(columns))

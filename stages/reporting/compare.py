@@ -10,11 +10,11 @@ from types import ModuleType
 
 import numpy as np
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import Params, recipe_of
 from stages.core.provenance import records_dir
 from stages.core.records import rebuild
-from stages.evaluation.statistics import LEVEL, UNAVAILABLE, Floats, Interval, Statistic, sample_mean
+from stages.evaluation.statistics import LEVEL, UNAVAILABLE, Floats, Groups, Interval, Statistic, sample_mean
 from stages.planning.memory_use import stage_memory_path
 from stages.reporting.evidence import Difference, Score, as_family, difference, least_p, score
 from stages.reporting.runs import (
@@ -216,9 +216,14 @@ class Comparison:
         return tuple(run for contender in self.contenders for run in contender.runs)
 
     @property
-    def num_samples(self) -> int:
+    def counts(self) -> tuple[int, int | None]:
+        """The samples, and the groups that they are in."""
         assert self.best.run is not None
-        return len(self.best.run.samples)
+        return counts_of(self.report.primary, self.best.run)
+
+    @property
+    def samples_text(self) -> str:
+        return sample_words(*self.counts)
 
 
 def compare(report: TaskReport, contenders: Sequence[Contender], *, matters: float | None = None) -> Comparison:
@@ -345,7 +350,9 @@ def score_contender(
     for run in runs:
         _refuse_incomplete(report, run)
     scores = {
-        metric.key: score(np.stack(evidence), metric.statistic) if len(evidence[0]) else None
+        metric.key: score(np.stack(evidence), metric.statistic, groups_of(metric, runs[0]))
+        if len(evidence[0])
+        else None
         for metric in report.measured
         if (evidence := [evidence_of(metric, run) for run in runs])
     }
@@ -358,6 +365,25 @@ def evidence_of(metric: Metric, run: Run) -> Floats:
     """The per-sample values behind a metric: (samples that count, columns)."""
     evidence = np.stack([run.columns[name] for name in metric.evidence], axis=1)
     return evidence if metric.among is None else evidence[run.columns[metric.among] == 1]
+
+
+def groups_of(metric: Metric, run: Run) -> Groups | None:
+    """The group of each sample that counts; None if each is its own."""
+    if run.groups is None:
+        return None
+    groups = run.groups if metric.among is None else run.groups[run.columns[metric.among] == 1]
+    return groups if len(np.unique(groups)) < len(groups) else None
+
+
+def counts_of(metric: Metric, run: Run) -> tuple[int, int | None]:
+    """The samples that count, and the groups that they are in; None if each is its own."""
+    groups = groups_of(metric, run)
+    return len(evidence_of(metric, run)), None if groups is None else len(np.unique(groups))
+
+
+def sample_words(samples: int, groups: int | None) -> str:
+    """ "128 samples in 32 groups"."""
+    return pluralize(samples, "sample") + (f" in {pluralize(groups, 'group')}" if groups else "")
 
 
 def interval_words(interval: Interval | None, *, sign: str = "") -> str:
@@ -379,7 +405,7 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
         amount += interval_words(interval, sign="+")
     match difference.verdict:
         case "too few samples":
-            return f"{_too_few(difference.samples)} {ours} from {theirs} ({amount})"
+            return f"{_too_few(difference.samples, difference.groups)} {ours} from {theirs} ({amount})"
         case "no difference shown" if sure:
             return f"no difference shown between {ours} and {theirs} ({amount}{sure})"
         case "no difference shown":
@@ -478,6 +504,7 @@ def _insight(
             [np.stack([evidence_of(metric, run) for run in each.runs]) for each in together],
             (names.index(ours.name), names.index(theirs.name)),
             statistic=metric.statistic,
+            groups=groups_of(metric, ours.runs[0]),
             higher_is_better=metric.higher_is_better,
             matters=matters if metric is report.primary else None,
         )
@@ -510,14 +537,14 @@ def _headline(
 ) -> str:
     """over_rival: the best against the rival with the least evidence; None without any rival."""
     assert best.run is not None
-    samples = len(best.run.samples)
+    counts = counts_of(report.primary, best.run)
     score = f"{report.primary_words} {best.score.mean:.3f}{interval_words(best.score.interval)}"
     model, other = (best.name, "") if over_seeds else (f"the model of {best.name}", "that of ")
     left_out = [contender for contender in contenders if contender.left_out]
     if over_rival is None:
         words = f"{best.name} is the only model evaluated: {score}"
-        if too_few(samples):
-            words += f", but {_too_few(samples)} it from any other"
+        if too_few(*counts):
+            words += f", but {_too_few(*counts)} it from any other"
     elif _is_shown(over_rival):
         alone = len(contenders) - len(left_out) == 2
         others = f"{other}{over_rival.theirs}" if alone else "every other" if other else "every other model"
@@ -531,7 +558,7 @@ def _headline(
             them = f"{', '.join(leaders[:-1])} and {leaders[-1]}"
             words = f"{them if over_seeds else f'the models of {them}'} tie for the {report.extreme} {score}"
         elif over_rival.difference.verdict == "too few samples":
-            words += _too_few(over_rival.difference.samples)
+            words += _too_few(*counts)
         else:
             words += (
                 f"no difference is shown against {other}{over_rival.theirs}"
@@ -541,10 +568,11 @@ def _headline(
     return (f"The{words[3:]}" if words.startswith("the ") else words) + "."
 
 
-def too_few(num_samples: int) -> bool:
-    """Whether no difference can be shown on so few samples, not even if all of them agree (the exact sign test)."""
-    return least_p(num_samples) > 1 - LEVEL
+def too_few(samples: int, groups: int | None) -> bool:
+    """Whether no difference can be shown on so few samples, or groups of them, not even if all of them agree (the exact
+    sign test)."""
+    return least_p(groups or samples) > 1 - LEVEL
 
 
-def _too_few(num_samples: int) -> str:
-    return "1 sample is too few to tell" if num_samples == 1 else f"{num_samples} samples are too few to tell"
+def _too_few(samples: int, groups: int | None) -> str:
+    return f"{sample_words(samples, groups)} {'is' if samples == 1 else 'are'} too few to tell"

@@ -46,7 +46,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import gammaincinv, nctdtrinc, stdtr, stdtrit
 
-from stages.evaluation.statistics import LEVEL, Floats, Interval, Statistic, bootstrap, sample_mean
+from stages.evaluation.statistics import LEVEL, Floats, Groups, Interval, Statistic, bootstrap, by_group, sample_mean
 
 POWER = 0.8
 """Share of the reports in which a detectable difference is shown."""
@@ -176,9 +176,10 @@ class Evidence:
         return np.subtract(*of_both(self.means)), spread
 
 
-def summarize(recipes: Sequence[Floats], statistic: Statistic) -> Evidence:
-    """recipes: each (..., trainings, samples, columns), with the same samples, two or more."""
-    means, variances, counts, by_sample, rest = zip(*(_summary(trained, statistic) for trained in recipes), strict=True)
+def summarize(recipes: Sequence[Floats], statistic: Statistic, groups: Groups | None = None) -> Evidence:
+    """recipes: each (..., trainings, samples, columns), with the same samples, in two groups or more."""
+    summaries = (_summary(*by_group(trained, statistic, groups)) for trained in recipes)
+    means, variances, counts, by_sample, rest = zip(*summaries, strict=True)
     return Evidence(
         means=np.stack(means, axis=-1),
         variances=np.stack(variances, axis=-1),
@@ -255,6 +256,8 @@ class Difference:
     family: int = 1
     """Number of questions that both are corrected for."""
     samples: int
+    groups: int | None = None
+    """Number of groups that the samples are in; None if each is its own."""
     trainings: tuple[int, int] = (1, 1)
     """Number of ours and of theirs. If both are 1, models are compared, not recipes."""
     spread: Spread | None
@@ -278,7 +281,7 @@ class Difference:
         """ "better", "worse", "as good", "no difference shown", or "too few samples".
 
         The exact sign test decides on too few: if nothing differs, all n signs agree with a chance of 2 / 2^n, so below
-        6 samples not even unanimity is evidence at 95 %, and below 9 it is none for ten questions.
+        6 samples, or groups of them, not even unanimity is evidence at 95 %, and below 9 it is none for ten questions.
         """
         if self._too_few:
             return "too few samples"
@@ -288,7 +291,7 @@ class Difference:
 
     @property
     def _too_few(self) -> bool:
-        return least_p(self.samples) * self.family > 1 - LEVEL
+        return least_p(self.groups or self.samples) * self.family > 1 - LEVEL
 
     @property
     def detectable(self) -> float | None:
@@ -322,9 +325,9 @@ class Score:
     """Standard deviation of one training's score; None with one."""
 
 
-def score(trainings: Floats, statistic: Statistic = sample_mean) -> Score:
+def score(trainings: Floats, statistic: Statistic = sample_mean, groups: Groups | None = None) -> Score:
     """trainings: (trainings, samples) or (trainings, samples, columns). Its interval shares nothing with others."""
-    trained = _as_trainings(trainings)
+    trained, statistic = by_group(_as_trainings(trainings), statistic, groups)
     by_training = statistic(trained.mean(axis=1))
     mean, count = float(by_training.mean()), len(trained)
     if count == 1:
@@ -350,6 +353,7 @@ def difference(
     pair: tuple[int, int] = (0, 1),
     *,
     statistic: Statistic = sample_mean,
+    groups: Groups | None = None,
     higher_is_better: bool = True,
     matters: float | None = None,
     resamples: int = 10_000,
@@ -359,20 +363,25 @@ def difference(
     recipes: (trainings, samples) or (trainings, samples, columns) each; sample i is the same in all. One training
         beside several is a model that no seed changes, such as an untrained base. All of them share their spread.
     pair: indices of ours and theirs.
+    groups: of the samples, which are then swapped, redrawn and counted as wholes; None if each is its own.
     higher_is_better: of the statistic; a difference keeps its sign.
     matters: the smallest difference that matters, in the unit of the statistic; None if none is called as good.
     resamples: swaps and redraws of the samples of two models.
     Raises ValueError if the samples differ in number, if there are none, and for values that are not finite.
     The same arguments give the same result, bit for bit.
     """
-    trained = [_as_trainings(scores) for scores in recipes]
-    if len({scores.shape[1:] for scores in trained}) > 1:
-        raise ValueError(f"not the same samples: {[scores.shape[1:] for scores in trained]}")
+    samples = [_as_trainings(scores) for scores in recipes]
+    if len({scores.shape[1:] for scores in samples}) > 1:
+        raise ValueError(f"not the same samples: {[scores.shape[1:] for scores in samples]}")
+    first, second = (statistic(samples[index]) for index in pair)  # (trainings, samples)
+    by_sample = (1 if higher_is_better else -1) * (first[:, None] - second[None])  # (ours, theirs, samples)
+    wholes = [by_group(scores, statistic, groups) for scores in samples]
+    trained, statistic = [scores for scores, _ in wholes], wholes[0][1]
     ours, theirs = (trained[index] for index in pair)
-    num_samples = ours.shape[1]
+    num_drawn = ours.shape[1]
     our_values, their_values = statistic(ours.mean(axis=1)), statistic(theirs.mean(axis=1))
     mean = float(our_values.mean() - their_values.mean())
-    spread = summarize(trained, statistic).gaps(*([index] for index in pair))[1] if num_samples > 1 else None
+    spread = summarize(trained, statistic).gaps(*([index] for index in pair))[1] if num_drawn > 1 else None
     p_value, as_good, interval = 1.0, 1.0, None
     if len(ours) == len(theirs) == 1:
         p_value = _swap_test(ours[0], theirs[0], statistic, resamples)
@@ -381,9 +390,7 @@ def difference(
         p_value, interval = spread.p_value(mean).item(), _around(mean, spread.half_width().item())
         if matters is not None:
             as_good = max(spread.p_at_least(each, matters).item() for each in (mean, -mean))
-    sign = 1 if higher_is_better else -1
-    by_sample = sign * (statistic(ours)[:, None] - statistic(theirs)[None])  # (ours, theirs, samples)
-    p_value = max(p_value, least_p(num_samples))
+    p_value = max(p_value, least_p(num_drawn))
     return Difference(
         mean=mean,
         reference=float(their_values.mean()),
@@ -393,7 +400,8 @@ def difference(
         matters=matters,
         p_as_good=as_good,
         adjusted_as_good=as_good,
-        samples=num_samples,
+        samples=by_sample.shape[-1],
+        groups=None if groups is None else num_drawn,
         trainings=(len(ours), len(theirs)),
         spread=spread,
         ahead=int((by_sample > 0).all(axis=(0, 1)).sum()),

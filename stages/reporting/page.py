@@ -274,10 +274,11 @@ def _difference_drawing(metric: Metric, comparison: Comparison) -> Drawing | Non
     if not rows:
         return None
     words = comparison.report.primary_words if primary else metric.heading
+    grouped = comparison.counts[1]
     ahead = "Right" if metric.higher_is_better else "Left"
     return _interval_drawing(
         rows,
-        f"difference in {words}, paired by sample",
+        f"difference in {words}, paired by {'group' if grouped else 'sample'}",
         reference=0.0,
         caption="Each difference with its own 95% interval. "
         f"{ahead} of the dashed line the first of the pair is ahead. "

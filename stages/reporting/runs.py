@@ -23,7 +23,7 @@ from stages.core.lineage import Lineage, lineage_text, read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
 from stages.core.records import damaged, read_record, rebuild
 from stages.data.parquet import read_rows, read_schema
-from stages.evaluation.statistics import Floats
+from stages.evaluation.statistics import Floats, Groups
 from stages.models.certificate import MergeCertificate
 from stages.planning.memory_use import StageMemory
 from stages.planning.plan import Plan, read_plan
@@ -36,6 +36,8 @@ EXAMPLE_KINDS = ("best", "worst", "random")
 """Example images are named KIND-anything.png."""
 FAILURE = "failure_"
 """Begins the names of metrics that count completions by their kind of failure, of which there are examples too."""
+GROUP_COLUMN = "group"
+"""The number of a sample's group in predictions.parquet, if samples have groups."""
 LOSS_CURVE = "training/plots/metrics/train/loss.tsv"
 CURVES = {
     "training loss": LOSS_CURVE,
@@ -79,10 +81,12 @@ class Run:
     """Digest of the model that it was trained from; None for an untrained base."""
     metrics: Mapping[str, float | str]
     samples: tuple[str, ...]
-    """Id and truth of each sample, in order: equal for runs that may be compared."""
+    """Id, truth and group of each sample, in order: equal for runs that may be compared."""
     sample_ids: tuple[str, ...]
     columns: Mapping[str, Floats]
     """Per-sample values by column of predictions.parquet, each (samples,)."""
+    groups: Groups | None = None
+    """None if each sample is its own."""
     plan: Plan | None = None
     """None for an untrained base, as are the next two."""
     training: TrainingSummary | None = None
@@ -143,7 +147,8 @@ def read_run(
     name = run_dir.name
     stage = evaluation_stage(name, trained=trained)
     fix = rebuild(stage)
-    rows = _read_predictions(predictions_path, [*identity, *columns], fix)
+    grouped = [GROUP_COLUMN] * (GROUP_COLUMN in read_schema(predictions_path, fix=f"rebuild it with: {fix}").names)
+    rows = _read_predictions(predictions_path, [*identity, *columns, *grouped], fix)
     lineage = read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=fix)
     metrics = read_record(dict[str, Figure], metrics_path, fix=fix)
     kinds = (*EXAMPLE_KINDS, *(key.removeprefix(FAILURE) for key in metrics if key.startswith(FAILURE)))
@@ -154,10 +159,12 @@ def read_run(
         base=lineage.parents["base"].lineage.digest if "base" in lineage.parents else None,
         metrics=metrics,
         samples=tuple(
-            json.dumps([row[column] for column in identity], ensure_ascii=False, default=repr) for row in rows
+            json.dumps([row[column] for column in (*identity, *grouped)], ensure_ascii=False, default=repr)
+            for row in rows
         ),
         sample_ids=tuple(str(row[identity[0]]) for row in rows),
         columns={column: _numbers(rows, column, predictions_path, fix) for column in columns},
+        groups=_numbers(rows, GROUP_COLUMN, predictions_path, fix).astype(np.int64) if grouped else None,
         plan=read_plan(name, runs_dir=run_dir.parent, fix=fix) if trained else None,
         training=TrainingSummary.read(run_dir / "training/training.json", fix=fix) if trained else None,
         certificate=MergeCertificate.read(run_dir / "merge.json", fix=fix) if trained else None,

@@ -201,9 +201,9 @@ def evidence_table(comparison: Comparison) -> Table:
 
 def design_words(comparison: Comparison) -> list[str]:
     """The limits that samples, seeds, split and engines set to the claims of the report, a sentence or two each."""
-    number = pluralize(comparison.num_samples, "sample")
-    samples = f"{number}; intervals are {LEVEL:.0%}, paired by sample."
-    if too_few(comparison.num_samples):
+    number, unit = comparison.samples_text, "group" if comparison.counts[1] else "sample"
+    samples = f"{number}; intervals are {LEVEL:.0%}, paired by {unit}."
+    if too_few(*comparison.counts):
         return [f"{number}: too few for any interval or verdict.", *_run_words(comparison.all_runs), *comparison.notes]
     families = [insight.difference.family for insight in comparison.insights if insight.difference]
     if families and comparison.over_seeds:

@@ -15,12 +15,16 @@ the best by what matters; `decided` that of races that name one by the last look
 these that name the best or an equal; `without a race` is the number of trainings of equally many seeds of each recipe
 that decide as often, and `fewer` what a race saves against it. Where models are compared (one seed), luck
 of training would be a true difference between them: there it is left out.
+
+Third table, a report on 128 samples in groups of one `size`, or of `unequal` ones around it: `alike` is the share of
+the variance between samples that is between groups, and `ignored` the share of reports with a false claim if each
+sample counts as its own. Trainings of a recipe hardly differ, so that a claim rests on the samples.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 
@@ -28,7 +32,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.evaluation.statistics import Floats, Statistic, corpus_f1, perplexity, sample_mean
+from stages.evaluation.statistics import Floats, Groups, Statistic, corpus_f1, perplexity, sample_mean
 from stages.reporting.evidence import (
     LOOK_LEVELS,
     LOOKS,
@@ -108,14 +112,44 @@ def spread_of(rng: np.random.Generator, name: str, reports: int) -> Floats:
             return rng.permuted(luck * np.array([2.0] + [0.5] * (RECIPES - 1)), axis=1)
         case "half nearly none":
             return rng.permuted(np.where(np.arange(RECIPES) % 2, luck, luck * 0.2), axis=1)
+        case "hardly any":
+            return luck * 0.1
     return luck
 
 
 SPREADS = ("equal", "lognormal 0.5", "one four times", "half nearly none", "15% failed")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Grouping:
+    groups: Groups
+    alike: float
+    """Share of the variance between samples that is between groups."""
+
+
+def sizes_of(size: int, samples: int, *, equal: bool) -> Groups:
+    """The group of each sample: all of a size, or of sizes around it, by the geometric distribution."""
+    if equal:
+        return np.arange(samples) // size
+    return np.repeat(np.arange(samples), np.random.default_rng(size).geometric(1 / size, samples))[:samples]
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], grouping: Grouping | None) -> Floats:
+    """Standard normal numbers (..., samples), as alike within groups as the grouping has it."""
+    own = rng.normal(0, 1, shape)
+    if grouping is None:
+        return own
+    of_groups = rng.normal(0, 1, (*shape[:-1], grouping.groups[-1] + 1))[..., grouping.groups]
+    return np.sqrt(grouping.alike) * of_groups + np.sqrt(1 - grouping.alike) * own
+
+
 def drawn(
-    rng: np.random.Generator, kind: Kind, spread: str, shape: tuple[int, int, int], shifts: Sequence[float]
+    rng: np.random.Generator,
+    kind: Kind,
+    spread: str,
+    shape: tuple[int, int, int],
+    shifts: Sequence[float],
+    grouping: Grouping | None = None,
 ) -> Iterator[Floats]:
     """Scores (reports, recipes, seeds, samples, columns) of all reports, some at a time.
 
@@ -125,28 +159,27 @@ def drawn(
     at_once = max(1, CHUNK // (RECIPES * seeds * samples))
     for start in range(0, reports, at_once):
         number = min(at_once, reports - start)
-        hardness = rng.normal(0, 1, (number, 1, 1, samples))
-        taste = rng.normal(0, 0.5, (number, RECIPES, 1, samples))
+        hardness = normal(rng, (number, 1, 1, samples), grouping)
+        taste = 0.5 * normal(rng, (number, RECIPES, 1, samples), grouping)
         luck = rng.normal(0, 1, (number, RECIPES, seeds, 1)) * spread_of(rng, spread, number)[..., None, None]
         if spread.endswith("failed"):
             luck -= FAILED * (rng.random(luck.shape) < 0.15)
-        noise = rng.normal(0, 0.7, (number, RECIPES, seeds, samples))
+        noise = 0.7 * normal(rng, (number, RECIPES, seeds, samples), grouping)
         ability = 1.2 - hardness + taste + (luck if seeds > 1 else 0) + noise + np.reshape(shifts, (-1, 1, 1))
         yield kind.draw(rng, ability, hardness)
 
 
 @click.command(help=__doc__)
-@click.option("--reports", default=1000, help="Simulated reports and races a row; of models, an eighth.")
+@click.option("--reports", default=1000, help="Simulated reports and races a row; fewer of models.")
 @click.option("--limits", is_flag=True, help="Print what the promise does not hold for.")
-@click.option("--only", type=click.Choice(["reports", "races"]), help="One of the two tables.")
+@click.option("--only", type=click.Choice(["reports", "races", "groups"]), help="One of the three tables.")
 def main(reports: int, limits: bool, only: str | None) -> None:
     if limits:
         print_limits(reports)
         return
-    if only != "races":
-        print_reports(reports)
-    if only != "reports":
-        print_races(reports)
+    for name, printed in {"reports": print_reports, "races": print_races, "groups": print_groups}.items():
+        if only in (None, name):
+            printed(reports)
 
 
 def print_reports(reports: int) -> None:
@@ -173,10 +206,10 @@ Claims = tuple[NDArray[np.bool_], NDArray[np.bool_], float]
 """Questions answered by a difference, and by "as good", (reports, questions); how much better the first recipe is."""
 
 
-def claims_of_recipes(kind: Kind, reports: Iterator[Floats]) -> Claims:
+def claims_of_recipes(kind: Kind, reports: Iterable[Floats], groups: Groups | None = None) -> Claims:
     found = []
     for scores in reports:
-        evidence = summarize([scores[:, recipe] for recipe in range(RECIPES)], kind.statistic)
+        evidence = summarize([scores[:, recipe] for recipe in range(RECIPES)], kind.statistic, groups)
         gaps, spread = evidence.gaps(*np.transpose(QUESTIONS))
         differ = closed_testing(SETS, spread.p_value(gaps), SHARE_OF_DIFFERENCES) <= 0.05
         p_values = np.maximum(*(spread.p_at_least(sign * gaps, kind.matters) for sign in (1, -1)))
@@ -186,18 +219,58 @@ def claims_of_recipes(kind: Kind, reports: Iterator[Floats]) -> Claims:
     return differ, as_good, float(better.mean())
 
 
-def claims_of_models(kind: Kind, reports: Iterator[Floats]) -> Claims:
+def claims_of_models(kind: Kind, reports: Iterable[Floats], groups: Groups | None = None) -> Claims:
     found, better = [], []
     for scores in (report for some in reports for report in some):
         answers = [
             difference(
-                list(scores), pair, statistic=kind.statistic, higher_is_better=kind.higher_is_better, resamples=500
+                list(scores),
+                pair,
+                statistic=kind.statistic,
+                groups=groups,
+                higher_is_better=kind.higher_is_better,
+                resamples=500,
             )
             for pair in QUESTIONS
         ]
         found.append([answer.verdict in ("better", "worse") for answer in as_family(answers)])
         better.append(-answers[0].mean)
     return np.array(found), np.zeros_like(found), float(np.mean(better))
+
+
+GROUPED_SAMPLES = 128
+GROUPED = (*itertools.product((3, 5), (2, 4, 8), (0.1, 0.3)), (1, 8, 0.3))
+"""Seeds, mean size of a group, and how alike its samples are."""
+
+
+def print_groups(reports: int) -> None:
+    click.echo("| score | seeds | size | sizes | groups | alike | ignored | false claims | beside a true one | found |")
+    click.echo("|---|---:|---:|---|---:|---:|---:|---:|---:|---:|")
+    first = np.array([0 in question for question in QUESTIONS])
+    for kind, (seeds, size, alike), equal in itertools.product(KINDS, GROUPED, (True, False)):
+        grouping = Grouping(groups=sizes_of(size, GROUPED_SAMPLES, equal=equal), alike=alike)
+        number = reports if seeds > 1 else reports // 4
+        ignored, false = (false_claims(kind, seeds, grouping, number, known) for known in (None, grouping.groups))
+        different, as_good, _ = grouped_claims(kind, seeds, grouping, number // 2, grouping.groups, SHIFT)
+        beside = (different[:, ~first].any(axis=1) | as_good[:, first].any(axis=1)).mean()
+        cells = kind.name, seeds, size, "equal" if equal else "unequal", grouping.groups[-1] + 1, alike
+        rates = f"{ignored:.1%} | {false:.1%} | {beside:.1%} | {different[:, first].mean():.0%}"
+        click.echo(f"| {' | '.join(map(str, cells))} | {rates} |")
+
+
+def false_claims(kind: Kind, seeds: int, grouping: Grouping, reports: int, known: Groups | None) -> float:
+    """Share of the reports with any claim though nothing differs. known: the groups that the tests are given."""
+    return float(grouped_claims(kind, seeds, grouping, reports, known)[0].any(axis=1).mean())
+
+
+def grouped_claims(
+    kind: Kind, seeds: int, grouping: Grouping, reports: int, known: Groups | None, shift: float = 0.0
+) -> Claims:
+    """shift: the advantage of the first recipe, in logits."""
+    rng = np.random.default_rng((seeds, grouping.groups[-1], bool(shift)))
+    shape, shifts = (reports, seeds, len(grouping.groups)), [shift] + [0.0] * (RECIPES - 1)
+    claims = claims_of_recipes if seeds > 1 else claims_of_models
+    return claims(kind, drawn(rng, kind, "hardly any", shape, shifts, grouping), known)
 
 
 SCENES = {

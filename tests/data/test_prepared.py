@@ -12,7 +12,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.core.params.schema import DataParams, LimitParams
 from stages.data.near import Description, describe_text
-from stages.data.prepared import RawDataset, Rules, Sample, connected, write_prepared
+from stages.data.prepared import RawDataset, Rules, Sample, write_prepared
 from stages.data.sources import Place
 
 SCHEMA = pa.schema([("word", pa.string()), ("number", pa.int64())])
@@ -22,6 +22,11 @@ SCHEMA = pa.schema([("word", pa.string()), ("number", pa.int64())])
 class Word:
     word: str
     number: int = 0
+
+    @property
+    def group(self) -> str:
+        """The letters behind a plus sign."""
+        return self.word.partition("+")[2]
 
     def subject(self) -> str:
         return self.word.lower()
@@ -48,6 +53,7 @@ def prepare(
     *,
     test: str | None = None,
     limit: LimitParams | None = None,
+    separate_groups: bool = False,
     **data: Any,
 ) -> dict[str, Any]:
     def summary(_: str, records: Sequence[Word]) -> dict[str, Any]:
@@ -57,14 +63,35 @@ def prepare(
     for split, words in {"val": val, "test": test}.items():
         if words is not None:
             splits[split] = samples(f"{split}.txt", words.split())
-    rules = Rules(schema=SCHEMA, summary=summary, expected="files of words", subject="word", held_out=0.25)
+    rules = Rules(
+        schema=SCHEMA,
+        summary=summary,
+        expected="files of words",
+        subject="word",
+        held_out=0.25,
+        separate_groups=separate_groups,
+    )
     dataset = RawDataset(rules=rules, source="folder:in", splits=splits, unused_files=lambda: ["c.txt", "b.txt"])
     return write_prepared(dataset, out_dir, DataParams(**data), limit)
 
 
-def test_what_is_connected_has_one_name() -> None:
-    keys = [("c", ""), ("b", "g"), ("d", "g"), ("d", "h"), ("a", "h"), ("c", ""), ("e", "i")]
-    assert connected(keys) == ["c", "a", "a", "a", "a", "c", "e"]
+def test_groups_are_held_out_and_set_aside_as_wholes(tmp_path: Path) -> None:
+    train = [f"{letter}{number}+{letter}" for letter in "abcdefghijkl" for number in range(3)]
+    stats = prepare(tmp_path / "out", " ".join(train), selection=0.3)["splits"]
+    groups = {split: {word[-1] for word in words(tmp_path / "out", split)} for split in stats}
+    assert all(groups.values())
+    assert sum(map(len, groups.values())) == 12 == sum(each["groups"] for each in stats.values())
+    alone = prepare(tmp_path / "alone", "a b c", "d e")["splits"]
+    assert not any("groups" in each for each in alone.values()), "each sample is its own"
+
+
+def test_a_group_in_two_given_splits_is_counted_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stats = prepare(tmp_path / "out", "a+x b+x c+y d", "e+x f")["splits"]
+    assert stats["train"]["in_groups_of"] == {"val": 2}
+    assert words(tmp_path / "out", "train") == ["a+x", "b+x", "c+y", "d"]
+    assert "2 samples of train may make scores too good: their groups are in val too" in caplog.text
+    with pytest.raises(UserError, match="2 samples whose word is in another split too"):
+        prepare(tmp_path / "refused", "a+x b+x c+y d", "e+x f", separate_groups=True)
 
 
 def refusal(out_dir: Path, train: str, val: str | None = None, **data: Any) -> str:
@@ -87,7 +114,7 @@ def test_splits_and_their_figures_are_written(tmp_path: Path, caplog: pytest.Log
     assert caplog.messages == ["not read: b.txt, c.txt"]
     assert stats["splits"]["train"].pop("digest").startswith("sha256:")
     nothing = {"invalid_rows": 0, "invalid": [], "leaked_rows": 0, "leaked": []}
-    assert stats["splits"]["train"] == {"records": 4, "longest": 3, **nothing}
+    assert stats["splits"]["train"] == {"records": 4, "groups": 3, "longest": 3, **nothing}
 
 
 def test_the_same_samples_give_the_same_bytes_and_others_another_digest(tmp_path: Path) -> None:

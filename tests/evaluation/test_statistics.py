@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from stages.evaluation import statistics
-from stages.evaluation.statistics import Interval, bootstrap, corpus_f1, perplexity
+from stages.evaluation.statistics import (
+    Interval,
+    Statistic,
+    bootstrap,
+    by_group,
+    corpus_f1,
+    perplexity,
+    sample_mean,
+)
 
 
 def found(interval: Interval | None) -> Interval:
@@ -55,6 +63,25 @@ def test_chunks_bound_the_memory_and_agree_with_one_draw(monkeypatch: pytest.Mon
     monkeypatch.setattr(statistics, "CHUNK_VALUES", 500)
     pieces = found(bootstrap(values))
     assert (pieces.low, pieces.high) == pytest.approx((whole.low, whole.high), abs=0.01)
+
+
+@pytest.mark.parametrize(("statistic", "columns"), [(sample_mean, 1), (corpus_f1, 3), (perplexity, 4)])
+def test_groups_in_any_order_have_the_statistic_of_their_samples(statistic: Statistic, columns: int) -> None:
+    rng = np.random.default_rng(2)
+    values, groups = rng.random((2, 30, columns)) + 0.1, rng.integers(0, 7, 30) * 3  # unequal, and not counted from 0
+    sums, of_groups = by_group(values, statistic, groups)
+    assert sums.shape == (2, len(np.unique(groups)), columns + 1)
+    assert of_groups(sums.mean(axis=1)) == pytest.approx(statistic(values.mean(axis=1)))
+    assert by_group(values, statistic, None) == (values, statistic)
+
+
+def test_copies_of_a_sample_do_not_narrow_the_interval() -> None:
+    values = iou_like(np.random.default_rng(3), 12)
+    alone, groups = found(bootstrap(values)), np.tile(np.arange(12), 5)
+    copied = found(bootstrap(np.tile(values, 5), groups=groups))
+    assert (copied.low, copied.high) == pytest.approx((alone.low, alone.high))
+    assert width(bootstrap(np.tile(values, 5))) < 0.6 * width(copied)
+    assert bootstrap(values, groups=np.zeros(12, np.int64)) is None, "one group"
 
 
 @given(arrays(np.float64, st.integers(2, 30), elements=st.floats(0, 1)))

@@ -27,7 +27,7 @@ from stages.reporting.compare import (
 from stages.reporting.evidence import difference
 from stages.reporting.page import _difference_drawing
 from stages.reporting.runs import Run
-from stages.reporting.sections import comparison_table, design_words, flat_metrics
+from stages.reporting.sections import comparison_table, comparison_text, design_words, flat_metrics
 from stages.reporting.tables import cell_text
 
 REPORT = TaskReport(
@@ -123,6 +123,31 @@ def test_too_few_samples_decide_nothing(num_samples: int, words: str) -> None:
     number = "1 sample" if num_samples == 1 else f"{num_samples} samples"
     for each in (comparison, alone):
         assert design_words(each)[0] == f"{number}: too few for any interval or verdict."
+
+
+@pytest.mark.parametrize(("groups", "conclusive"), [(5, False), (20, True)])
+def test_a_report_on_groups_says_how_many_and_counts_them_alone(groups: int, conclusive: bool) -> None:
+    runs = [
+        replace(run_of(name, scores_around(mean, seed)), groups=np.arange(60) % groups)
+        for seed, (name, mean) in enumerate((("a", 0.5), ("b", 0.6)))
+    ]
+    comparison = compare(REPORT, [score_contender(REPORT, run.name, [run], baseline=None) for run in runs])
+    assert comparison.conclusive == conclusive
+    words = "the model of b is better" if conclusive else "60 samples in 5 groups are too few to tell"
+    assert comparison.insights[0].words.startswith(words)
+    assert conclusive or comparison.headline.endswith("but 60 samples in 5 groups are too few to tell.")
+    limits = "intervals are 95%, paired by group." if conclusive else "too few for any interval or verdict."
+    assert re.fullmatch(rf"60 samples in {groups} groups[;:] {limits}.*", design_words(comparison)[0])
+
+
+def test_groups_of_a_single_sample_each_change_nothing() -> None:
+    runs = [run_of(name, scores_around(mean, seed)) for seed, (name, mean) in enumerate((("a", 0.5), ("b", 0.6)))]
+    texts = [
+        comparison_text(compare(REPORT, [score_contender(REPORT, run.name, [run], baseline=None) for run in each]))
+        for each in (runs, [replace(run, groups=np.arange(60)[::-1]) for run in runs])
+    ]
+    assert texts[0] == texts[1]
+    assert "60 samples; intervals are 95%, paired by sample." in texts[0]
 
 
 def test_words_follow_the_verdict_and_name_models_if_each_was_trained_once() -> None:

@@ -31,6 +31,7 @@ from stages.reporting.evidence import (
     score,
     summarize,
 )
+from tests.benchmarks.false_claims import KINDS, Grouping, false_claims, sizes_of
 from tests.damage import quick
 
 PAIRS = tuple(itertools.combinations(range(4), 2))
@@ -274,6 +275,40 @@ def test_ratios_of_sums_cover_the_true_difference(statistic: Callable[[Floats], 
     assert covered / trials >= 0.93
 
 
+@pytest.mark.parametrize(("statistic", "columns"), [(sample_mean, 1), (corpus_f1, 3), (perplexity, 2)])
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_copies_of_a_sample_are_no_evidence(seeds: int, statistic: Callable[[Floats], Floats], columns: int) -> None:
+    rng = np.random.default_rng(12)
+    recipes = [counts(rng, rate, (seeds, 20))[..., :columns] + 1 for rate in (0.7, 0.6, 0.6)]
+    copies = [np.tile(each, (1, 4, 1)) for each in recipes]
+    groups = np.tile(np.arange(20), 4)
+
+    def figures(shown: Difference) -> list[float]:
+        interval, errors = found(shown.interval), np.ravel(shown.spread.errors() if shown.spread else [])
+        return [shown.mean, interval.low, interval.high, shown.p_value, shown.p_as_good, *errors]
+
+    alone, grouped = (
+        difference(each, statistic=statistic, groups=known, matters=0.3)
+        for each, known in ((recipes, None), (copies, groups))
+    )
+    assert figures(grouped) == pytest.approx(figures(alone))
+    assert (grouped.samples, grouped.groups, grouped.ahead) == (80, 20, 4 * alone.ahead)
+    one, other = (score(each[0], statistic, known) for each, known in ((recipes, None), (copies, groups)))
+    assert (found(one.interval).low, one.mean) == pytest.approx((found(other.interval).low, other.mean))
+    ignored = difference(copies, statistic=statistic)
+    assert found(ignored.interval).high - found(ignored.interval).low < figures(grouped)[2] - figures(grouped)[1]
+
+
+@pytest.mark.parametrize("seeds", [1, 5])
+def test_grouped_null_reports_claim_a_difference_in_at_most_one_of_twenty(seeds: int) -> None:
+    """All rows: `python -m tests.benchmarks.false_claims --only groups`."""
+    grouping = Grouping(groups=sizes_of(8, 64, equal=False), alike=0.3)
+    reports = 2000 if seeds > 1 else 100
+    limit = 0.05 + 2 * math.sqrt(0.05 * 0.95 / reports)
+    assert false_claims(KINDS[0], seeds, grouping, reports, grouping.groups) <= limit
+    assert false_claims(KINDS[0], seeds, grouping, reports, None) > 2 * limit, "samples taken for independent"
+
+
 def test_two_models_are_compared_by_the_swap_test_of_scipy() -> None:
     rng = np.random.default_rng(8)
     ours, theirs = rng.random(9), rng.random(9)
@@ -298,6 +333,12 @@ def test_fewer_than_six_samples_show_nothing(seeds: int, samples: int, verdict: 
     shown = difference([ours, np.zeros((seeds, samples))])
     assert shown.verdict == verdict
     assert shown.ahead == samples
+
+
+@pytest.mark.parametrize(("groups", "verdict"), [(5, "too few samples"), (6, "better")])
+def test_fewer_than_six_groups_show_nothing(groups: int, verdict: str) -> None:
+    shown = difference([np.full((1, 40), 0.8), np.zeros((1, 40))], groups=np.arange(40) % groups)
+    assert (shown.verdict, shown.groups) == (verdict, groups)
 
 
 def test_equal_scores_show_no_difference() -> None:

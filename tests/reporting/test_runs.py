@@ -70,6 +70,18 @@ def test_different_samples_are_refused(tmp_path: Path, other: dict[str, Any]) ->
         refuse_different_samples([one, two, third])
 
 
+def test_runs_with_other_groups_are_refused(tmp_path: Path) -> None:
+    runs = []
+    for name, groups in (("one", [0, 1, 0]), ("two", [0, 1, 0]), ("other", [0, 1, 1])):
+        path = write_made_up_run(tmp_path, name, [0.5, 0.6, 0.7]) / "predictions.parquet"
+        pq.write_table(pq.read_table(path).append_column("group", pa.array(groups)), path)
+        runs.append(read(path.parent))
+    assert [run.groups.tolist() for run in runs if run.groups is not None] == [[0, 1, 0], [0, 1, 0], [0, 1, 1]]
+    refuse_different_samples(runs[:2])
+    with pytest.raises(UserError, match="these runs were evaluated on different samples"):
+        refuse_different_samples(runs)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a trained and evaluated run, with the memory of a stage below its parent."""

@@ -40,6 +40,7 @@ from stages.reporting.compare import (
     TaskReport,
     compare,
     evidence_of,
+    groups_of,
     read_contenders,
     read_task_run,
     task_report,
@@ -238,6 +239,7 @@ def candidates(
                 score(
                     np.stack([evidence_of(report.primary, run) for run in different_models(same)]),
                     report.primary.statistic,
+                    groups_of(report.primary, same[0]),
                 ),
             )
             for settings, same in by_settings.items()

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
-from stages.reporting.compare import TaskReport, evidence_of, read_task_run
+from stages.reporting.compare import TaskReport, evidence_of, groups_of, read_task_run
 from stages.reporting.evidence import LOOK_LEVELS, LOOKS, Race, summarize
 from stages.reporting.runs import Run, different_models, refuse_different_samples
 from stages.reporting.tables import seconds_text
@@ -73,7 +73,8 @@ def standing(report: TaskReport, runs: BySeed, seeds: Sequence[int], matters: fl
             np.stack([evidence_of(primary, runs[name][seed]) for seed in seeds[:count]])[None]
             for name, count in zip(names, counts, strict=True)
         ]
-        race.look(summarize(trained, primary.statistic), level)
+        groups = groups_of(primary, runs[names[0]][seeds[0]])
+        race.look(summarize(trained, primary.statistic, groups), level)
         leader = names[int(race.leader[0])]
         out = [name for name in racing if not race.racing[0][names.index(name)]]
         dropped = f" Out of the race: {', '.join(out)}." if out else ""

@@ -72,6 +72,19 @@ def test_a_race_that_nothing_decides_ends_after_the_last_look() -> None:
     assert "12 seeds do not show" in ended.words[-1]
 
 
+def test_a_race_counts_groups_and_not_their_samples() -> None:
+    alone = runs({"a": 0.6, "b": 0.6}, {}, luck=0)
+    copied = {
+        name: {seed: replace(run, columns={"score": np.repeat(run.columns["score"], 3)}) for seed, run in each.items()}
+        for name, each in alone.items()
+    }
+    groups = np.repeat(np.arange(60), 3)
+    grouped = {name: {seed: replace(run, groups=groups) for seed, run in each.items()} for name, each in copied.items()}
+    words = [standing(REPORT, each, SEEDS, 0.006).words for each in (alone, grouped, copied)]
+    assert words[0] == words[1]
+    assert words[1] != words[2]
+
+
 def test_the_most_that_a_race_costs_is_said() -> None:
     assert cost_words(runs({"a": 0.6, "b": 0.6}, {"a": 3, "b": 1}), SEEDS).startswith(
         "At most 24 trainings (2 recipes under 12 seeds), of which 4 are there"

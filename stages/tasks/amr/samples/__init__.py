@@ -65,6 +65,9 @@ ANSWER_FORMATS = tuple(PROMPTS)
 SEPARATOR = "\n---\n"
 """Separates the two graphs of `mtup`, each of which is on one line."""
 
+_DOCUMENT = re.compile(r"(.*_\d+)\.\d+")
+"""An id of a sentence: its document, which ends in a number, and the sentence's number."""
+
 _PROBES = (
     ("Nó không đọc sách .", "(đ / đọc :agent (n / nó) :patient (s / sách) :polarity -)"),
     ("Cậu bé muốn mua hoa .", "(m / muốn :agent (c / cậu_bé) :theme (m2 / mua :agent c :patient (h / hoa)))"),
@@ -84,6 +87,11 @@ class Record:
     """Path of the source, relative to the dataset's folder."""
     line: int
     """Line of the sentence, counted from 1."""
+
+    @property
+    def group(self) -> str:
+        """The document, if the id is that of the LDC's corpora, such as PROXY_AFP_ENG_20020105_0162.12; else empty."""
+        return found[1] if (found := _DOCUMENT.fullmatch(self.id)) else ""
 
     def subject(self) -> str:
         """A digest, equal for records that may not be in two splits: those of the same sentence."""

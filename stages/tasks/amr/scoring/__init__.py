@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from stages.data.groups import groups_of
 from stages.evaluation.score import INK, PREDICTION_INK, TRUTH_INK, Lines, first_lines, text_image, wrapped
 from stages.evaluation.statistics import bootstrap, corpus_f1
 from stages.tasks.amr.samples import Record, decode, repaired
@@ -78,7 +79,7 @@ def score(
     rows = [_row(record, text, answer_format, time_limit_s) for record, text in zip(records, completions, strict=True)]
     evidence = np.array([[row["matched"], row["predicted"], row["gold"]] for row in rows], dtype=np.float64)
     matched, predicted, gold = (int(total) for total in evidence.sum(axis=0))
-    interval = bootstrap(evidence, corpus_f1)
+    interval = bootstrap(evidence, corpus_f1, groups_of(records))
     invalid = sum(not row["valid"] for row in rows)
     metrics: dict[str, float | int | str] = {
         "samples": len(rows),

@@ -13,6 +13,7 @@ from PIL import Image
 
 from stages.core.errors import UserError
 from stages.data.conversation import Conversation
+from stages.data.groups import groups_of
 from stages.data.texts import TextMetric
 from stages.evaluation.score import draw_completion, rouge, token_f1
 from stages.evaluation.statistics import figures, perplexity
@@ -100,12 +101,13 @@ def score(
         return np.array([[row[name] for name in names] for row in rows], dtype=np.float64)
 
     metrics: dict[str, Any] = {"samples": len(rows)}
+    groups = groups_of(records)
     for metric in chosen:
         if metric == "perplexity":
-            metrics |= figures(metric, columns("nats", "tokens"), perplexity)
+            metrics |= figures(metric, columns("nats", "tokens"), perplexity, groups)
         else:
             for name in COLUMNS[metric]:
-                metrics |= figures(name, columns(name))
+                metrics |= figures(name, columns(name), groups=groups)
     return metrics | {"empty_rate": sum(not text.strip() for text in completions) / len(completions)}, rows
 
 

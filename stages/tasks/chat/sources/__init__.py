@@ -24,10 +24,11 @@ from stages.core.errors import UserError
 from stages.core.given_files import given_files, require_own, stays_inside
 from stages.core.params.schema import DatasetParams, Text
 from stages.core.records import STRICT, cut, shown
+from stages.data.groups import connected
 from stages.data.images import MAX_IMAGE_PIXELS, parse_image
 from stages.data.names import composed, similar_name
 from stages.data.parquet import read_rows
-from stages.data.prepared import RawDataset, Rules, Sample, connected, read_text_files
+from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
 from stages.data.sources import READ_ON, Place, describe_folder, parquet_folder
 from stages.data.texts import TEXT_METRICS, TextMetric, json_objects, read_text
 from stages.tasks.chat.samples import IMAGES, SCHEMA, UNLEARNT, MessageImage, Record, json_fields

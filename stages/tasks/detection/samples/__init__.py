@@ -45,6 +45,7 @@ SCHEMA = pa.schema(
         ("prompt", pa.string()),
         ("answer", pa.string()),
         ("scored_boxes", pa.string()),
+        ("group", pa.string()),
     ]
 )
 """Columns of a prepared split."""
@@ -66,7 +67,7 @@ class DetectionRecord(ImageRecord):
     scored_boxes: ScoredBoxes = "first"
     """Whether a sample's IoU is of the box that was annotated first, or of all that are asked for."""
     group: str = ""
-    """Name that samples share which are held out or trained on together; not kept in a prepared split."""
+    """A name that images share which belong together, such as a product or a patient; empty for none."""
 
     def content(self) -> list[Any]:
         return [*super().content(), self.boxes, self.categories]

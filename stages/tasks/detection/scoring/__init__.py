@@ -23,7 +23,8 @@ import numpy as np
 import pyarrow as pa
 from scipy.optimize import linear_sum_assignment
 
-from stages.evaluation.statistics import Floats, figures
+from stages.data.groups import groups_of
+from stages.evaluation.statistics import Floats, Groups, figures
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.samples.boxes import Box, Decoded, codec_of, decode_boxes
 from stages.tasks.detection.scoring.drawing import draw_prediction as draw_prediction
@@ -141,7 +142,7 @@ def score(
     num_valid = sum(row["valid"] for row in rows)
     metrics: dict[str, float | int | str] = {
         "samples": len(records),
-        **_sample_figures(np.array([row["iou"] for row in rows])),
+        **_sample_figures(np.array([row["iou"] for row in rows]), groups_of(records)),
         "detection_rate": num_valid / len(rows),
         "parse_failure_rate": (len(rows) - num_valid) / len(rows),
         "malformed_boxes": sum(len(parsed.problems) for parsed in decoded),
@@ -164,10 +165,10 @@ def _iou(record: DetectionRecord, parsed: Decoded, matched: Floats) -> float:
     return float(matched.sum()) / max(len(matched), len(predicted))
 
 
-def _sample_figures(ious: Floats) -> dict[str, float]:
+def _sample_figures(ious: Floats, groups: Groups | None) -> dict[str, float]:
     """Figures of one IoU a sample; "over" is strictly over. A single sample has no interval."""
     return {
-        **figures("mean_iou", ious),
+        **figures("mean_iou", ious, groups=groups),
         "median_iou": float(np.median(ious)),
         "min_iou": float(ious.min()),
         "max_iou": float(ious.max()),

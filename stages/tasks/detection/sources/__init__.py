@@ -74,7 +74,6 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
             expected=expected,
             subject=f"image or {reader.group}" if reader.group else "image",
             held_out=0.2,
-            group=lambda record: record.group,
             separate_groups=reader.group is not None,
         ),
         source=resolved,

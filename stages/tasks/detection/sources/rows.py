@@ -52,6 +52,8 @@ NO_PLAIN_BOX = {
     "robndbox": "rotated",
 }
 """Fields of a box, in any form, which is none to be learnt if they have a value; and what it is then."""
+PRODUCT = re.compile(r"(\d{8}|\d{12,14})_\d{1,3}(?!\d)")
+"""Beginning of the names of one product's photographs in Open Food Facts: its barcode and the photograph's number."""
 ROBOFLOW_VERSION = re.compile(r"(.+)\.rf\.")
 """Beginning of the names of one photograph's versions in an export of Roboflow."""
 
@@ -121,8 +123,9 @@ class Reader:
     """Unit of the boxes, if it is not that of the form."""
     group: Annotated[Text, AfterValidator(_group_pattern)] | None = None
     """Name of a group, such as a patient, which is in one split only: a regular expression for the path of an image,
-    its first group in parentheses; or a key of COCO's image, or a column of parquet. Null: versions of a photograph by
-    Roboflow (NAME.rf.ID.jpg) are held out together."""
+    its first group in parentheses; or a key of COCO's image, or a column of parquet. Null: a product's
+    photographs (BARCODE_NUMBER) and a photograph's versions by Roboflow (NAME.rf.ID.jpg) are groups, held out together;
+    one in two splits is counted."""
     strict: bool = False
     """Whether fields that only describe, and are not read, are refused."""
     max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = MAX_IMAGE_PIXELS
@@ -217,8 +220,9 @@ def _group_of(row: Row, group: str | None) -> tuple[str, list[str]]:
     """The name of an image's group, empty for none; and the problem if it should have one."""
     path = row.file or str(row.image_id)
     if group is None:
-        version = ROBOFLOW_VERSION.match(PurePosixPath(path).name)
-        return version[1] if version else "", []
+        file_name = PurePosixPath(path).name
+        same = PRODUCT.match(file_name) or ROBOFLOW_VERSION.match(file_name)
+        return same[1] if same else "", []
     if "(" in group:
         match = re.search(group, path)
         name = match[1] if match else None

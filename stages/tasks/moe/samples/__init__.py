@@ -93,6 +93,11 @@ class Record:
     line: int
     """Counted from 1."""
 
+    @property
+    def group(self) -> str:
+        """Empty: the questions about a transcript are of one `subject`."""
+        return ""
+
     def key(self) -> str:
         """A digest, equal for records with the same question about the same text."""
         return _digest(same_text(self.question), same_text(self.context or ""))

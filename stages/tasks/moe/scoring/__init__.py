@@ -18,8 +18,9 @@ from PIL import Image
 
 from stages.core.errors import UserError
 from stages.data.conversation import Conversation
+from stages.data.groups import groups_of
 from stages.evaluation.score import draw_completion, rouge
-from stages.evaluation.statistics import UNAVAILABLE, figures, perplexity
+from stages.evaluation.statistics import UNAVAILABLE, Groups, figures, perplexity
 from stages.models.folders import check_model_folder
 from stages.tasks.moe.samples import DOMAINS, Record, answered_with
 
@@ -110,14 +111,15 @@ def score(
         rows.append(row)
     metrics: dict[str, Any] = {
         "samples": len(rows),
-        **_perplexity("perplexity", rows, DOMAINS),
+        **_perplexity("perplexity", rows, DOMAINS, groups_of(records)),
         "empty_rate": sum(not row["text"].strip() for row in rows) / len(rows),
     }
     for domain, own in _by_domain(rows):
-        metrics |= {f"samples_{domain}": len(own), **_perplexity(f"perplexity_{domain}", own, (domain,))}
+        groups = groups_of([record for record in records if record.domain == domain])
+        metrics |= {f"samples_{domain}": len(own), **_perplexity(f"perplexity_{domain}", own, (domain,), groups)}
         for name in MEANS[domain]:
             if bleurt or name != "bleurt_difference":
-                metrics |= figures(name, np.array([row[name] for row in own], dtype=np.float64))
+                metrics |= figures(name, np.array([row[name] for row in own], dtype=np.float64), groups=groups)
     if bleurt is None:
         metrics["bleurt_difference"] = UNAVAILABLE
     return metrics | (_routing_metrics(rows) if routing else {}), rows
@@ -193,10 +195,12 @@ def nearest_score(measure: Measure, completion: str, references: Sequence[str]) 
     return max(measure(completion, reference) for reference in references)
 
 
-def _perplexity(key: str, rows: Sequence[Mapping[str, Any]], domains: Sequence[str]) -> dict[str, float]:
+def _perplexity(
+    key: str, rows: Sequence[Mapping[str, Any]], domains: Sequence[str], groups: Groups | None
+) -> dict[str, float]:
     columns = [f"{domain}_{figure}" for domain in domains for figure in ("nats", "tokens")]
     evidence = np.array([[row[column] for column in columns] for row in rows])
-    return figures(key, evidence, perplexity)
+    return figures(key, evidence, perplexity, groups)
 
 
 def _routing_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
