@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -34,15 +34,15 @@ from stages.core.tasks import load_task, require_answer_format
 from stages.data.conversation import Conversation
 from stages.data.groups import groups_of
 from stages.data.parquet import write_rows
-from stages.evaluation.generate import batch_size_for, load_generator
-from stages.evaluation.score import failures, read_completions, score_completions, summary, write_examples
+from stages.evaluation.generate import TextGenerator, batch_size_for, load_generator
+from stages.evaluation.score import Scored, failures, read_completions, score_completions, summary, write_examples
 from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
 from stages.models.certificate import certified_model
-from stages.planning.ladder import UNPLANNED_BATCH_SIZE
+from stages.planning.ladder import MAX_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
 from stages.planning.prediction import PlannedMemory, prediction_metrics, read_memory
-from stages.reporting.runs import FAILURE, GROUP_COLUMN, copy_to_report, report_runs_dir
+from stages.reporting.runs import FAILURE, GROUP_COLUMN, REBATCHED, copy_to_report, report_runs_dir
 from stages.reporting.tracking import track_evaluation
 from stages.training.records import TrainingSummary
 
@@ -124,7 +124,7 @@ def evaluate_model(
     model_dir, lineage = certified_model(params, name)
     profile = params.active
     planned = read_memory(name) if name in params.recipes else None
-    largest = planned.evaluation_batch_size if planned else UNPLANNED_BATCH_SIZE
+    largest = planned.evaluation_batch_size if planned else MAX_BATCH_SIZE
     batch_size = batch_size_for(profile.evaluation, len(questions), largest=largest, attempt=attempt)
     engine = by_vllm = certificate = completions = None
     if profile.evaluation.engine == "vllm":  # it has ended before our own model takes the device
@@ -150,7 +150,23 @@ def evaluate_model(
         **({"engine": certificate.engine} if certificate else {}),
         **(memory_metrics(run_dir, planned) if planned else {}),
     }
+    if not (planned or by_vllm or profile.memory.precision == "fp32"):
+        metrics |= rebatched(generator, records, questions, task, scored)
     return Evaluation(metrics=metrics, rows=scored.rows, lineage=lineage, memory=memory, certificate=certificate)
+
+
+def rebatched(
+    generator: TextGenerator, records: Sequence[Any], questions: Sequence[Conversation], task: Task, scored: Scored
+) -> dict[str, Any]:
+    """The changes that half the batch brings: in 16 bits a completion depends on the others in its batch."""
+    batch_size = min(generator.batch_size, len(records)) // 2 or 2
+    again = score_completions(
+        replace(generator, batch_size=batch_size), records, questions, task.scoring, **task.models
+    )
+    same = sum(one == other for one, other in zip(scored.completions, again.completions, strict=True))
+    metrics = {key: again.metrics[key] for key in task.scoring.SUMMARY if isinstance(again.metrics.get(key), float)}
+    found = metrics | {"batch_size": batch_size, "changed": 1 - same / len(records)}
+    return {f"{REBATCHED}{key}": value for key, value in found.items()}
 
 
 def evaluate_file(

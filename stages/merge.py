@@ -35,7 +35,7 @@ from stages.evaluation.score import score_completions, summary
 from stages.models.load import gpus_in_use, limit_visible_gpus, load_model
 from stages.models.merge import merge_certified, quantization_cost
 from stages.models.prompts import accepts, load_processor
-from stages.planning.ladder import UNPLANNED_BATCH_SIZE
+from stages.planning.ladder import MAX_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
 from stages.training.records import TrainingSummary
@@ -90,7 +90,7 @@ def main(recipe: str, attempt: int) -> None:
             questions = [
                 samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in records
             ]
-            batch_size = batch_size_for(settings, len(questions), largest=UNPLANNED_BATCH_SIZE, attempt=attempt)
+            batch_size = batch_size_for(settings, len(questions), largest=MAX_BATCH_SIZE, attempt=attempt)
 
             def complete(model: PreTrainedModel) -> tuple[list[str], dict[str, Any]]:
                 generator = TextGenerator(

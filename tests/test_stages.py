@@ -87,6 +87,20 @@ def test_a_run_leaves_its_metrics_predictions_examples_curves_and_report(finishe
     assert "dvc repro evaluate@r4-joint" in text  # which has no result
 
 
+def test_a_baseline_in_16_bits_is_evaluated_in_two_batch_sizes(workspace: Path) -> None:
+    raw = read_params()
+    raw["profiles"]["tiny"]["memory"]["precision"] = "bf16"
+    write_params(raw)
+    done("evaluate", "base-vlm")
+    metrics = read(workspace / "data/runs/base-vlm/metrics.json")
+    assert (metrics["rebatched_batch_size"], 0 <= metrics["rebatched_changed"] <= 1) == (2, True)
+    assert 0 <= metrics["rebatched_mean_iou"] <= 1
+    done("compare", "detection")
+    text = (workspace / "data/report/detection/table.txt").read_text()
+    assert "In batches of half the size," in text
+    assert "rebatched" not in (workspace / "data/runs/r1-llm-only/metrics.json").read_text()
+
+
 def test_the_predicted_memory_is_the_measured_one(finished: Path) -> None:
     for recipe in RECIPES:
         run_dir = finished / "data/runs" / recipe

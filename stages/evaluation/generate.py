@@ -74,7 +74,7 @@ class TextGenerator:
 def batch_size_for(settings: EvaluationParams, num_questions: int, *, largest: int, attempt: int) -> int:
     """The batch size of params.yaml, or with `auto` the largest, halved `attempt` times.
 
-    largest: by the plan, or UNPLANNED_BATCH_SIZE. At most all questions at once, rounded up to a power of two.
+    largest: by the plan, or MAX_BATCH_SIZE. At most all questions at once, rounded up to a power of two.
     Raises UserError if the batch cannot be halved so often.
     """
     needed = 1 << (num_questions - 1).bit_length()

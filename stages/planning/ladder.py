@@ -20,10 +20,8 @@ from stages.planning.plan import Plan, read_plan
 
 MAX_BATCH_SIZE = 128
 """Largest generation batch if evaluation.batch_size is auto. A step of it reads more keys and values than weights, so
-a larger batch is hardly faster."""
-UNPLANNED_BATCH_SIZE = 32
-"""With auto, of baselines and of a merge's few samples, which no plan predicts: half of what a 7B with images takes on
-48 GB. The launcher halves it if memory runs out."""
+a larger batch is hardly faster. What no plan predicts, baselines and a merge's few samples, begins with it: the
+launcher halves it if memory runs out."""
 
 
 def rungs(plan: Plan) -> Iterator[Plan]:

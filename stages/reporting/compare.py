@@ -18,6 +18,7 @@ from stages.evaluation.statistics import LEVEL, UNAVAILABLE, Floats, Groups, Int
 from stages.planning.memory_use import stage_memory_path
 from stages.reporting.evidence import Difference, Score, as_family, difference, least_p, score
 from stages.reporting.runs import (
+    REBATCHED,
     Run,
     different_models,
     evaluation_stage,
@@ -220,6 +221,14 @@ class Comparison:
         """The samples, and the groups that they are in."""
         assert self.best.run is not None
         return counts_of(self.report.primary, self.best.run)
+
+    @property
+    def batch_noise(self) -> float | None:
+        """The most that another batch size changed the primary metric of a baseline; None if it was not measured."""
+        key = self.report.primary.key
+        again = [(run.metrics, run.metrics.get(f"{REBATCHED}{key}")) for run in self.all_runs]
+        changes = [abs(value - float(metrics[key])) for metrics, value in again if isinstance(value, float)]
+        return max(changes, default=None)
 
     @property
     def samples_text(self) -> str:

@@ -36,6 +36,9 @@ EXAMPLE_KINDS = ("best", "worst", "random")
 """Example images are named KIND-anything.png."""
 FAILURE = "failure_"
 """Begins the names of metrics that count completions by their kind of failure, of which there are examples too."""
+REBATCHED = "rebatched_"
+"""Begins the names of metrics of a second evaluation, in batches of half the size, and of the `changed` share of its
+completions."""
 GROUP_COLUMN = "group"
 """The number of a sample's group in predictions.parquet, if samples have groups."""
 LOSS_CURVE = "training/plots/metrics/train/loss.tsv"

@@ -19,7 +19,7 @@ from stages.evaluation.statistics import LEVEL
 from stages.planning.plan import Plan
 from stages.reporting.compare import Comparison, Metric, p_words, too_few
 from stages.reporting.evidence import FEWEST_TO_SHARE, POWER
-from stages.reporting.runs import Run
+from stages.reporting.runs import REBATCHED, Run
 from stages.reporting.tables import (
     ABSENT,
     Cell,
@@ -218,6 +218,7 @@ def design_words(comparison: Comparison) -> list[str]:
         *_power_words(comparison),
         *_seed_words(comparison),
         *_run_words(comparison.all_runs),
+        *_batch_words(comparison),
         *comparison.notes,
     ]
 
@@ -264,6 +265,29 @@ def _run_words(runs: Sequence[Run]) -> Iterator[str]:
         yield f"Completions are not all from one engine, and differences may come from the engines ({engines})."
     elif "transformers" not in by_engine:
         yield f"Completions are from {next(iter(by_engine))}, which was checked against transformers."
+
+
+def _batch_words(comparison: Comparison) -> Iterator[str]:
+    """The sizes of the batches, and what another one changed."""
+    noise, runs = comparison.batch_noise, comparison.all_runs
+    if noise is None:
+        return
+    by_size: dict[str, dict[str, None]] = {}
+    for run in runs:
+        if size := run.metrics.get("batch_size"):
+            by_size.setdefault(str(size), {})[run.name] = None
+    sizes = "; ".join(f"{size}: {', '.join(names)}" for size, names in by_size.items())
+    if len(by_size) > 1:
+        yield (
+            f"Completions were generated in batches of several sizes ({sizes}), which may explain differences: set "
+            "evaluation.batch_size in the profile."
+        )
+    again = [run for run in runs if f"{REBATCHED}changed" in run.metrics]
+    changed = ", ".join(f"{float(run.metrics[f'{REBATCHED}changed']):.1%} of {run.name}'s" for run in again)
+    yield (
+        f"In batches of half the size, {changed} completions are others, and {comparison.report.primary_words} changes "
+        f"by up to {noise:.3f}: smaller differences are what another batch size gives."
+    )
 
 
 def fairness(comparison: Comparison) -> str:

@@ -278,6 +278,18 @@ def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> N
     assert unanswered.words == "not answered, no sample is about Own"
 
 
+def test_what_another_batch_changes_is_said_where_it_was_measured() -> None:
+    again = {"batch_size": 32, "rebatched_score": 0.512, "rebatched_changed": 0.0625}
+    words = []
+    for base, recipe in (({}, {}), (again, {"batch_size": 32}), (again, {"batch_size": 64})):
+        runs = [run_of("base", np.full(60, 0.5), base), run_of("a", scores_around(0.6, 1), recipe)]
+        comparison = compare(REPORT, [score_contender(REPORT, run.name, [run], baseline=None) for run in runs])
+        words.append(" ".join(design_words(comparison)))
+    noise = "In batches of half the size, 6.2% of base's completions are others, and score changes by up to 0.012: "
+    assert [noise in each for each in words] == [False, True, True]
+    assert ["several sizes (32: base; 64: a)" in each for each in words] == [False, False, True]
+
+
 def test_another_engine_is_named() -> None:
     def words(*engines: str) -> str:
         runs = [

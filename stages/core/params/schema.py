@@ -184,7 +184,7 @@ class MemoryParams:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationParams:
     batch_size: Size | Literal["auto"] = "auto"
-    """Generation batch size; auto: the largest that the plan predicts to fit, and 32 for a baseline."""
+    """Generation batch size; auto: the largest that the plan predicts to fit, for a baseline the largest that does."""
     max_new_tokens: Size
     max_length: Size | None = None
     """Largest number of tokens of a sample with its answer, if the task allows to cut its texts. Null: no cut."""
