@@ -68,7 +68,7 @@ def main(name: str, attempt: int) -> None:
         evaluation = evaluate_model(params, name, task, records, questions, attempt=attempt)
 
     metrics = evaluation.metrics | ({} if params.scored == "val" else {"split": params.scored})
-    metrics |= {f"{FAILURE}{kind}": len(found) for kind, found in failures(evaluation.rows, scoring).items()}
+    metrics |= {f"{FAILURE}{kind}": len(rows) for kind, rows in failures(evaluation.rows, scoring).items()}
     with atomic_folder(run_dir / "examples") as examples_dir:
         write_examples(records, evaluation.rows, scoring, examples_dir)
     rows, schema = evaluation.rows, scoring.PREDICTIONS

@@ -1,6 +1,6 @@
 """Resolve every setting of a recipe on the active profile, and predict whether it fits.
 
-Reads   params.yaml; the base's config and processor; the prepared data, whose largest samples decide
+Reads   params.yaml; the base's config and processor; the prepared data: its largest samples decide
 Writes  data/runs/RECIPE/plan.yaml     every setting, as train takes it
         data/runs/RECIPE/memory.json   the predicted memory by category, and the verdict
 Run     docker/run plan r1-llm-only

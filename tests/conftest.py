@@ -15,7 +15,7 @@ from tests.damage import quick
 LONG = tuple(
     f"tests/{folder}/" for folder in ("evaluation", "families", "memory", "mixture", "models", "tools", "training")
 )
-"""Folders whose tests train or load models."""
+"""Folders of tests that train or load models."""
 
 
 def pytest_configure() -> None:

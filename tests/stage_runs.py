@@ -70,7 +70,7 @@ def small_params(vlm_dir: Path | None = None, *, root: str = f"{ROOT}/", max_new
     """The shipped parameters, with less of everything.
 
     vlm_dir: in place of the shipped vision-language base. root: of the shipped bases and data; "" in a clone.
-    max_new_tokens: fewer than any answer has, unless stages run in processes of their own, whose plans refuse that.
+    max_new_tokens: fewer than any answer has, unless stages run in processes of their own: their plans refuse that.
     """
     raw = read_params(ROOT / "params.yaml")
     tiny = raw["profiles"]["tiny"]

@@ -55,7 +55,7 @@ def test_a_row_of_answers_has_the_scorers_figures_in_both_forms() -> None:
     records, graphs = amr_records()
     expected, expected_rows = load_task("amr", "scoring").score(records, graphs, answer_format="full")
     assert 0 < expected["smatch_f1"] < 1
-    # In another order, as nothing but the id or the sentence says whose answer it is.
+    # In another order, as nothing but the id or the sentence tells the sample.
     pairs = list(zip(records, graphs, strict=True))[::-1]
     write_answers((record.id, graph) for record, graph in pairs)
     blocks = (f"#::snt {record.sentence.upper()}\r\n{graph}\r\n\r\n" for record, graph in pairs)

@@ -70,7 +70,7 @@ def test_every_make_target_and_module_that_is_named_exists(path: Path) -> None:
 
 
 def selectable() -> Iterator[str]:
-    """Names by which pytest's -k selects tests, in lower case: folders, modules and functions, without parameters."""
+    """Names that pytest's -k selects tests by, in lower case: folders, modules and functions, without parameters."""
     for file in ROOT.glob("tests/**/test_*.py"):
         nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         tests = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]

@@ -29,6 +29,12 @@ GLOSSARY = [
 ]
 """Term, meaning and synonyms of each row."""
 SYNONYMS = [synonym for *_, words in GLOSSARY for synonym in filter(None, words.split(", "))]
+NAMES = re.compile(
+    r"answerer|load_answerer|answering|(generate|score|read|draw|json|own|same)_answers?|answered_tokens"
+    r"|(Memory|Training|Merge)Record|possible_sets|card_file",
+    re.IGNORECASE,
+)
+"""Names that gave a thing another word than the glossary does: a completion, a stage's file, a model card."""
 REFUSED = re.compile(rf"{WORDS.pattern}|\b({'|'.join(map(re.escape, SYNONYMS))})s?\b", re.IGNORECASE)
 
 
@@ -59,9 +65,21 @@ def faults(text: str) -> list[str]:
     return found + [match[0] for passage in (*strings, *said) for match in REFUSED.finditer(passage)]
 
 
+def names(text: str) -> list[str]:
+    """Names in a module that were replaced."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.string for token in tokens if token.type == tokenize.NAME and NAMES.fullmatch(token.string)]
+
+
 def test_code_is_in_plain_english() -> None:
     found = {path: faults(path.read_text(encoding="utf-8")) for path in CODE if path != Path(__file__)}
     assert {str(path.relative_to(ROOT)): words for path, words in found.items() if words} == {}
+
+
+def test_names_in_code_are_those_of_the_glossary() -> None:
+    found = {path: set(names(path.read_text(encoding="utf-8"))) for path in CODE if path != Path(__file__)}
+    assert {str(path.relative_to(ROOT)): words for path, words in found.items() if words} == {}
+    assert names("def score_answers(answers, same_answers): ...") == ["score_answers", "same_answers"]
 
 
 def test_documents_are_in_plain_english() -> None:

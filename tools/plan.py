@@ -51,7 +51,7 @@ class RecipeMemory:
     recipe: str
     profile: str
     memory_gb: float | None
-    """Size of the GPU, as cards are sold; None on a CPU, whose capacity is the machine's memory."""
+    """Size of the GPU, as cards are sold; None on a CPU: its capacity is the machine's memory."""
     card: str | None
     base: str
     """Source of the base, e.g. `hub:OWNER/NAME@REVISION`."""
@@ -113,7 +113,7 @@ def root_base(params: Params, recipe: str) -> tuple[str, BuildParams | None]:
 
 
 def trainable_recipes(params: Params) -> list[str]:
-    """The recipes whose base and data the profile has."""
+    """The recipes with a base and data that the profile has."""
     bases, data = params.active.bases, params.active.datasets
     return [name for name, each in params.recipes.items() if root_base(params, name)[0] in bases and each.data in data]
 
@@ -131,7 +131,7 @@ def available_inputs(params: Params, recipe: str) -> Inputs:
         if not has_tokenizer and not folder.is_dir():
             gpu = "" if params.gpu is None else f" -S {_gpu_option(params)}"
             raise UserError(
-                f"base {name} of profile {params.profile} is {repository}, whose geometry is not known before it is "
+                f"base {name} of profile {params.profile} is {repository}: its geometry is not known before it is "
                 f"fetched; fetch it with: dvc exp run -S profile={params.profile}{gpu} base@{name}"
             )
     data_dir = available_data(params, params.recipe(recipe).data)
@@ -150,9 +150,9 @@ def config_of_base(inputs: Inputs) -> PreTrainedConfig:
 def _is_built_from(folder: Path, source: str) -> bool:
     if not (folder / LINEAGE_FILE).is_file():
         return False
-    found, kind = read_lineage(folder).source, source.partition(":")[0]
-    revision = f"@{found['revision']}" if "revision" in found else ""
-    return kind in found and same_source(f"{kind}:{found[kind]}{revision}", source)
+    made_from, kind = read_lineage(folder).source, source.partition(":")[0]
+    revision = f"@{made_from['revision']}" if "revision" in made_from else ""
+    return kind in made_from and same_source(f"{kind}:{made_from[kind]}{revision}", source)
 
 
 def available_data(params: Params, name: str) -> Path | None:
@@ -164,22 +164,22 @@ def available_data(params: Params, name: str) -> Path | None:
     reader_of(load_task(dataset.task, "sources"), dataset, params.dataset_path(name))
     if not (folder / STATS_FILE).exists():
         return None
-    found = read_origin(folder)
-    if {part: taken.asked for part, taken in found.parts.items()} != (dataset.mix or {}):
+    origin = read_origin(folder)
+    if {part: taken.asked for part, taken in origin.parts.items()} != (dataset.mix or {}):
         return None
-    sources = [(taken.source, params.dataset(part).source) for part, taken in found.parts.items()]
-    return folder if all(same_source(*each) for each in [(found.source, dataset.source), *sources]) else None
+    sources = [(taken.source, params.dataset(part).source) for part, taken in origin.parts.items()]
+    return folder if all(same_source(*each) for each in [(origin.source, dataset.source), *sources]) else None
 
 
-def same_source(found: str, wanted: str) -> bool:
+def same_source(actual: str, wanted: str) -> bool:
     """Whether a resolved source is the one that a profile names, by a commit, its beginning, or a branch.
 
     A branch counts as the same, whatever its commit: only the hub knows.
     """
     if not wanted.startswith("hub:"):
-        return found == wanted
+        return actual == wanted
     repo, _, revision = wanted.partition("@")
-    found_repo, _, commit = found.partition("@")
+    found_repo, _, commit = actual.partition("@")
     return found_repo == repo and (commit.startswith(revision) or not re.fullmatch("[0-9a-f]{7,40}", revision))
 
 

@@ -86,7 +86,7 @@ class Step(NamedTuple):
 def steps_of(targets: Sequence[str], device: DeviceParams, *, force: bool) -> tuple[dict[str, Step], int]:
     """(the stages that the targets need and that may have something to do, by name; how many are up to date).
 
-    They come in the order in which `dvc repro` would run them. A stage whose inputs may yet change is among them, and
+    They come in the order in which `dvc repro` would run them. A stage is among them if its inputs may yet change, and
     DVC looks again when its turn comes. Raises UserError if DVC refuses.
     """
     from dvc.exceptions import DvcException

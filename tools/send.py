@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
 from stages.core.errors import UserError
-from stages.publishing.check import CARD_FILE, check_published
+from stages.publishing.check import MODEL_CARD_FILE, check_published
 from stages.publishing.signing import SIGNATURE_FILE, UNSIGNED
 
 
@@ -25,10 +25,10 @@ def main(folder: Path, repository: str) -> None:
         check_published(folder)
     except UserError as error:
         raise UserError(f"{folder} is not as it was signed; publish it again: {error.message}") from None
-    if ModelCard.load(folder / CARD_FILE).data.license is None:
+    if ModelCard.load(folder / MODEL_CARD_FILE).data.license is None:
         raise UserError(
             f"the licence of what {folder.name} was made from is not known, or its bases have several: write it into "
-            f"`licenses` of params.yaml and publish again ({folder / CARD_FILE} names each source)"
+            f"`licenses` of params.yaml and publish again ({folder / MODEL_CARD_FILE} names each source)"
         )
     api, again = HfApi(), ""
     try:

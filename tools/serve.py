@@ -57,8 +57,8 @@ def require_certificate(params: Params, name: str, *, model: str, engine: str) -
         "device": device_name(params),
         "precision": params.active.memory.precision,
     }
-    found = {key: getattr(certificate, key) for key in expected}
-    if different := [f"{key} {found[key]}, not {value}" for key, value in expected.items() if found[key] != value]:
+    actual = {key: getattr(certificate, key) for key in expected}
+    if different := [f"{key} {actual[key]}, not {value}" for key, value in expected.items() if actual[key] != value]:
         raise UserError(
             f"vLLM has no certificate for {name}: {path} is for {', '.join(different)}; evaluate it by vLLM: {fix}"
         )

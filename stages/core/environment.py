@@ -49,7 +49,7 @@ ARITHMETIC_PREFIXES = (
     *NUMERIC_PREFIXES,
     *("CUBLAS_", "NVIDIA_TF32_", "FLASH_ATTENTION_", "ATEN_", "DNNL_", "NPY_"),
 )
-"""Variables by which libraries choose other kernels, those that the launcher sets included."""
+"""Variables that make libraries choose other kernels, those that the launcher sets included."""
 
 PASSED_PREFIXES = ("LC_", "GLOO_", *NUMERIC_PREFIXES)
 
@@ -59,7 +59,7 @@ PROXIES = frozenset(
         *("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"),
     }
 )
-"""Proxies, whose URLs can hold a password."""
+"""Proxies: their URLs can hold a password."""
 
 CERTIFICATES = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"})
 """Trusted TLS certificates."""

@@ -67,7 +67,7 @@ class Family:
     same_without_padding: bool = False
     """Whether a test shows that rows without padding give the same loss and gradients, part by part."""
     fused_like: str | None = None
-    """model_type whose layers, in Liger's list, its language model has; None until a test shows that Liger's kernels
+    """model_type in Liger's list with the layers of its language model; None until a test shows that Liger's kernels
     give the same loss and gradients (tests/models/interpreted.py)."""
 
 

@@ -20,7 +20,7 @@ _DVC_OBJECT = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}(\.dir)?$")
 
 
 def given_files(folder: Path, *patterns: str) -> list[Path]:
-    """The files whose names match, in the order of the patterns and by name within each.
+    """The files with matching names, in the order of the patterns and by name within each.
 
     Raises UserError if one of them may not be read (`require_own`).
     """

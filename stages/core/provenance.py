@@ -99,7 +99,7 @@ class Provenance(StageFile):
 
     @property
     def changed_code(self) -> list[str]:
-        """Changed files except params.yaml, whose settings the record has."""
+        """Changed files except params.yaml: the record has its settings."""
         return [path for path in self.changed if path != "params.yaml"]
 
 

@@ -35,7 +35,7 @@ MAX_YAML_BYTES = 2**18
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """Configuration of a dataclass of a file: no unknown key, no value of another type, no figure that is not finite."""
 STRICT_OR_NAN = ConfigDict(extra="forbid", strict=True)
-"""STRICT for records whose figures may be NaN, as after a training that diverged."""
+"""STRICT for records with figures that may be NaN, as after a training that diverged."""
 
 T = TypeVar("T")
 

@@ -41,7 +41,7 @@ def require_answer_format(samples: ModuleType, answer_format: str | None, path: 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PlainReader:
-    """`reader` of a dataset whose task has no further settings."""
+    """`reader` of a dataset of a task without further settings."""
 
     strict: bool = False
     """Whether fields that only describe, and are not read, are refused; otherwise they are counted."""

@@ -36,7 +36,7 @@ MAX_SCANNED = 1_000_000_000
 """Limits of a JPEG's scans, each of which costs a pass over all pixels, and of the pixels of all scans. Encoders write
 about ten."""
 MAX_IMAGE_PIXELS = 64_000_000
-"""Default limit of an image's pixels: more than most cameras make. Half as many of a WebP, whose decoder takes four
+"""Default limit of an image's pixels: more than most cameras make. Half as many of a WebP: its decoder takes four
 bytes for each of them four times. Reading so many was measured to take 0.7 GB, whatever the size of the file."""
 MAX_ASPECT = 200
 """The image processor refuses longer images (smart_resize in transformers/models/qwen2_vl)."""

@@ -52,7 +52,7 @@ class Record(Grouped, Protocol):
         """All fields but where the record was read, as JSON values; the first names the record in messages."""
 
     def description(self) -> Description:
-        """A description by which near-duplicates are found (`near`)."""
+        """The description that finds near-duplicates (`near`)."""
 
 
 R = TypeVar("R", bound=Record)

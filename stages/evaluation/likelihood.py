@@ -21,7 +21,7 @@ from stages.models.prompts import Processor
 log = logging.getLogger(__name__)
 
 LOGIT_ROWS = 256
-"""Tokens whose logits are in memory at once: 150 MiB in fp32 for a vocabulary of 152 thousand."""
+"""Tokens with logits in memory at once: 150 MiB in fp32 for a vocabulary of 152 thousand."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ def routing(
     routers = routers_of(model)
     if not routers:
         return None
-    found: dict[int, Routing] = {}
+    by_index: dict[int, Routing] = {}
     for indices, batch in encoded_batches(
         processor, conversations, batch_size, padding_side="right", max_length=max_length
     ):
         inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
         with outputs_of(routers) as outputs:
             model.base_model(**inputs, use_cache=False)
-        found |= zip(indices, routing_by_row(outputs, inputs["attention_mask"]), strict=True)
-    return [found[index] for index in range(len(conversations))]
+        by_index |= zip(indices, routing_by_row(outputs, inputs["attention_mask"]), strict=True)
+    return [by_index[index] for index in range(len(conversations))]

@@ -109,13 +109,13 @@ def read_completions(
     require_own(path, path.parent)
     own = getattr(samples, "read_completions", None)
     try:
-        found = list(own(path, records, answer_format) if own and path.suffix != ".jsonl" else _json_completions(path))
+        given = list(own(path, records, answer_format) if own and path.suffix != ".jsonl" else _json_completions(path))
     except UnreadableText as error:
         raise UserError(f"{path}: {error}") from None
     completions: dict[str, str] = {}
     known = dict.fromkeys(question.sample_id for question in questions)
     problems: dict[str, list[str]] = {"no such sample": [], "a second answer": []}
-    for line, sample_id, text in found:
+    for line, sample_id, text in given:
         if sample_id not in known or sample_id in completions:
             kind = "a second answer" if sample_id in completions else "no such sample"
             problems[kind].append(f"{sample_id!r} in line {line}")
@@ -165,8 +165,8 @@ def token_f1(completion: str, reference: str) -> float:
         "id": "",
         "answers": {"answer_start": [0], "text": [unicodedata.normalize("NFC", reference)]},
     }
-    found = squad({"id": "", "prediction_text": unicodedata.normalize("NFC", completion)}, target)
-    return float(found["f1"]) / 100
+    scores = squad({"id": "", "prediction_text": unicodedata.normalize("NFC", completion)}, target)
+    return float(scores["f1"]) / 100
 
 
 def _words(text: str) -> str:
@@ -175,19 +175,19 @@ def _words(text: str) -> str:
 
 def summary(metrics: Mapping[str, Any], scoring: ModuleType) -> str:
     """The figures that the task's SUMMARY names, as far as there are any, in a line."""
-    found = {key.replace("_", " "): metrics[key] for key in scoring.SUMMARY if key in metrics}
+    figures = {key.replace("_", " "): metrics[key] for key in scoring.SUMMARY if key in metrics}
     return ", ".join(
-        f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()
+        f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
     )
 
 
 def failures(rows: Sequence[Mapping[str, Any]], scoring: ModuleType) -> dict[str, list[int]]:
     """Indices of the rows by their kind of failure, a name with underscores. Empty for a task without `failure`."""
-    found: dict[str, list[int]] = defaultdict(list)
+    by_kind: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows if hasattr(scoring, "failure") else ()):
         if kind := scoring.failure(row):
-            found[kind].append(index)
-    return dict(sorted(found.items()))
+            by_kind[kind].append(index)
+    return dict(sorted(by_kind.items()))
 
 
 def write_examples(

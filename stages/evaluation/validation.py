@@ -43,7 +43,7 @@ class Validator:
     collator: ConversationCollator
     """It makes batches of all records of the split."""
     chosen: Sequence[int]
-    """The numbers of the samples whose loss is computed, the same at each validation."""
+    """Numbers of the samples to compute the loss of, the same at each validation."""
     score: Callable[[PreTrainedModel], float] | None
     """The mean score of a model's completions of the first of them, larger for a better model; None without
     completions."""
@@ -78,13 +78,13 @@ class Validator:
     def __call__(self, trainer: RecipeTrainer) -> dict[str, float]:
         """trainer: with its model in evaluation mode."""
         with torch.no_grad():
-            found = {LOSS: self._loss(trainer)}
-        if self.score is not None and isfinite(found[LOSS]):
+            figures = {LOSS: self._loss(trainer)}
+        if self.score is not None and isfinite(figures[LOSS]):
             with generating(trainer) as model:
-                found[SCORE] = self.score(model)
+                figures[SCORE] = self.score(model)
         elif self.score is not None:
-            found[SCORE] = nan  # no completion could be scored
-        return found
+            figures[SCORE] = nan  # no completion could be scored
+        return figures
 
     def _loss(self, trainer: RecipeTrainer) -> float:
         """The mean over the tokens that count, by the loss of a training step of all samples."""

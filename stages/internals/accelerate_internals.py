@@ -31,7 +31,7 @@ def set_last_batch(accelerator: Accelerator, remainder: int) -> None:
 def hooks_kept(model: nn.Module) -> Iterator[None]:
     """A `forward` that is set on a module in the block goes below accelerate's hook on it, instead of replacing it.
 
-    A model whose layers are spread over GPUs has hooks, each of which holds the `forward` that it found.
+    A model with layers on several GPUs has hooks, and each of them holds the `forward` that it found.
     """
     hooks = {module: vars(module)["forward"] for module in model.modules() if "_old_forward" in vars(module)}
     yield

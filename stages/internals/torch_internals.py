@@ -67,7 +67,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> int:
 
 
 class PatchProjection(nn.Conv3d):
-    """A convolution whose input is as large as its kernel, computed as a matrix product.
+    """A convolution with an input as large as its kernel, computed as a matrix product.
 
     Qwen's vision towers project each patch by an nn.Conv3d. cuDNN has no bf16 backward for it, or a slow one: 50 s a
     step against 1 s (github.com/modelscope/ms-swift/issues/6232). A checkpoint needs no conversion: the weight keeps

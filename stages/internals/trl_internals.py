@@ -46,7 +46,7 @@ class GuardedKernel:
 
 
 def note_metric(trainer: SFTTrainer, name: str, value: float) -> None:
-    """Add a value to those whose mean is in the next line of the log."""
+    """Add a value to those that the next line of the log has the mean of."""
     trainer._metrics["train"][name].append(value)
 
 

@@ -114,7 +114,7 @@ class ContainerEngine(SealedEngine):
 
     @classmethod
     def find(cls, name: str, workspace_dir: Path, target: str) -> ContainerEngine:
-        """The engine whose client has that name, with the image of this checkout.
+        """The engine with a client of that name, with the image of this checkout.
 
         Raises NotUsable if one of them is missing.
         """

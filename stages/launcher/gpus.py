@@ -69,8 +69,8 @@ def read_gpus() -> tuple[Gpu, ...]:
 
     try:
         with _nvml():
-            found = [_read_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            return tuple(gpu for gpu in found if gpu is not None)
+            gpus = [_read_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            return tuple(gpu for gpu in gpus if gpu is not None)
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return ()
     except pynvml.NVMLError as error:
@@ -193,7 +193,7 @@ def leased_gpus(count: int, *, locks_dir: Path, holder: str, visible: str | None
 
 
 def _use(gpu: Gpu) -> str:
-    """The memory in use on a GPU, and by which processes as far as they are known."""
+    """The memory in use on a GPU, and the processes that use it, as far as they are known."""
     others = ", ".join(_command_and_user(pid) for pid in gpu.processes) or "a process that is not listed"
     return f"{gpu}: {bytes_text(gpu.used_bytes)} of {bytes_text(gpu.total_bytes)} in use by {others}"
 
@@ -225,7 +225,7 @@ def _holder(path: Path) -> str | None:
 
 def _visible(gpus: Sequence[Gpu], visible: str) -> list[Gpu]:
     """The GPUs of CUDA_VISIBLE_DEVICES: indices or beginnings of UUIDs; an empty entry or -1 ends the list."""
-    found = []
+    named_gpus: list[Gpu] = []
     entries = takewhile(lambda entry: entry not in ("", "-1"), (entry.strip() for entry in visible.split(",")))
     for entry in dict.fromkeys(entries):
         is_uuid = entry.startswith("GPU-")
@@ -235,8 +235,8 @@ def _visible(gpus: Sequence[Gpu], visible: str) -> list[Gpu]:
                 f"CUDA_VISIBLE_DEVICES names {entry!r}, which is {pluralize(len(named), 'GPU')} here; "
                 f"expected indices or UUIDs of: {', '.join(f'{gpu} {gpu.uuid}' for gpu in gpus)}"
             )
-        found += named
-    return found
+        named_gpus += named
+    return named_gpus
 
 
 def _command_and_user(pid: int) -> str:

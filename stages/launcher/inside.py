@@ -43,7 +43,7 @@ def main() -> None:
         READY.write_text(machine, encoding="utf-8")
         threading.Thread(target=end_with_launcher, daemon=True).start()
         code = run_stage(command, Path.cwd(), os.environ, signals)
-    # A process that the kernel killed in here was the stage, or one whose loss made the stage fail.
+    # A process that the kernel killed in here was the stage, or one that the stage could not do without.
     if code != 0 and oom_kills(CONTAINER_COUNTERS) > killed_before:
         code = OUT_OF_MEMORY
     sys.exit(code)

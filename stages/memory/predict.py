@@ -141,7 +141,7 @@ def predict_generation(
 
 
 def capacity_bytes(device: DeviceParams) -> int | None:
-    """Usable memory of one process on its device; None for a GPU whose size the profile does not give.
+    """Usable memory of one process on its device; None for a GPU of a size that the profile does not give.
 
     For a CPU without memory_gb: all memory of this machine, or of this process's control group. The processes of a CPU
     share its memory.

@@ -131,7 +131,7 @@ def _full_parameters(
 
 
 def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
-    """PEFT's configuration, whose targets are the layers that the recipe names and no others.
+    """PEFT's configuration. Its targets are the layers that the recipe names and no others.
 
     Raises UserError for a target that matches no linear layer of its part.
     """
@@ -194,7 +194,7 @@ def trainable_line(counts: Mapping[str, int]) -> str:
 
 
 def trained_modules(model: nn.Module) -> set[str]:
-    """Plain names of the modules whose weights a recipe changes."""
+    """Plain names of the modules with weights that a recipe changes."""
     return {
         re.sub(r"\.lora_.*$", "", plain_name(name)) if ".lora_" in name else plain_name(name).rpartition(".")[0]
         for name, parameter in model.named_parameters()
@@ -239,7 +239,7 @@ def save_trained(
 def load_trained(base: PreTrainedModel, folder: Path) -> PreTrainedModel | PeftModel:
     """`base` with the trained weights of `folder`: full weights in place of its own, adapters attached, not merged.
 
-    The caller has made sure that this is the right base (`lineage.require_base`), whose weights have the same shapes.
+    The caller has made sure that this is the right base (`lineage.require_base`), with weights of the same shapes.
     """
     weights_path, adapter_dir = folder / WEIGHTS_FILE, folder / ADAPTER_DIR
     parameters = dict(base.named_parameters())

@@ -36,7 +36,7 @@ GEOMETRIES_DIR = Path(__file__).parent / "geometries"
 """OWNER/NAME/config.json as the hub has it, without weights; qwen2.5-tiny runs on a CPU."""
 
 STAND_IN_DIR = Path("data/tiny/qwen2-vl")
-"""A model folder whose tokenizer and image processor go with every geometry: no memory depends on their contents."""
+"""A model folder with a tokenizer and image processor for every geometry: no memory depends on their contents."""
 
 
 def copy_model_files(source: Path, folder: Path, *, weights: bool = True, link: bool = False) -> None:

@@ -29,7 +29,7 @@ from stages.internals.transformers_internals import set_attention
 
 
 class ThreadIndependentLayerNorm(nn.LayerNorm):
-    """A layer norm whose trained weights get the same gradients with any number of CPU threads.
+    """A layer norm that gives its trained weights the same gradients with any number of CPU threads.
 
     torch's own backward gives each thread some of the rows and adds up the threads' sums
     (aten/src/ATen/native/cpu/layer_norm_kernel.cpp); the backward of a product adds up rows in their order.
@@ -91,7 +91,7 @@ def autocast_experts(
 
 
 class _InPrecision:
-    """A module whose weights are read in another precision."""
+    """A module with weights that are read in another precision."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module = module
@@ -108,7 +108,7 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, autocast_experts)
 PACKED = "packed"
 """transformers' name of `packed_attention`, among its implementations of attention."""
 PACKED_IMAGES = "packed flash"
-"""Another name of it, by which Qwen's vision towers hand over all images in one call, as to flash attention, and
+"""Another name of it: with it Qwen's vision towers hand over all images in one call, as to flash attention, and
 without which they read the images' lengths from the GPU in every layer."""
 
 

@@ -184,7 +184,7 @@ def relative_deviation(merged: torch.Tensor, adapted: torch.Tensor, base: torch.
 
 
 def root_mean_square(values: torch.Tensor) -> torch.Tensor:
-    """Summed in parts that torch never splits among threads, whose number would show in the last digit."""
+    """Summed in parts that torch never splits among threads; else their number would change the last digit."""
     parts = values.square().flatten().split(2**14)  # threads share 2**15 (ATen/Parallel.h, GRAIN_SIZE)
     return (torch.stack([part.sum() for part in parts]).sum() / values.numel()).sqrt()
 
@@ -200,7 +200,7 @@ def weight_digests(model: nn.Module) -> dict[str, str]:
 
 
 def changed_modules(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
-    """Modules any of whose parameters have other digests, or are only on one side."""
+    """Modules with a parameter of another digest, or on one side only."""
     return {name.rpartition(".")[0] for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 

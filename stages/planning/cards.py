@@ -65,7 +65,7 @@ CARDS = (
     Card("Quadro RTX 6000", 24, 22.0, 72, 130.5, 260),
     Card("T4", 16, 14.56, 40, 65, 70),
 )
-"""The first whose pattern is in a device's name is meant."""
+"""The first with its pattern in a device's name is meant."""
 
 MULTIPROCESSORS = 144
 """Multiprocessors of a large GPU, for a card that is not named. Fewer need less memory."""

@@ -42,7 +42,7 @@ class StageMemory(StageFile):
     name: str
     """Recipe, baseline or build."""
     gpus: int
-    """Number of GPUs whose tensors of this process count; of several processes it is the first, on its GPU. 0 on a CPU,
+    """Number of GPUs with tensors of this process; of several processes the first one counts, on its GPU. 0 on a CPU,
     where all resident memory counts, Python and its libraries included."""
     used_before_bytes: Amount
     """Right before the stage loads a model."""

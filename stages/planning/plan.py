@@ -55,7 +55,7 @@ class Validation:
     every_steps: Positive
     """Optimizer steps between two validations; the last step has one too."""
     samples: Positive
-    """At most so many samples of the split, whose loss is computed."""
+    """Number of samples of the split to compute the loss of, at most."""
     score_samples: Annotated[int, Field(ge=0)]
     """Number of them that the model also answers."""
     max_new_tokens: Positive

@@ -30,13 +30,13 @@ from stages.publishing.signing import (
 )
 from stages.reporting.runs import EXAMPLES_DIR, MODEL_LINEAGE_FILE
 
-CARD_FILE = "README.md"
+MODEL_CARD_FILE = "README.md"
 EVIDENCE_DIR = "evidence"
 LINEAGE, CERTIFICATE, METRICS, PLAN = (
     f"{EVIDENCE_DIR}/{name}" for name in (MODEL_LINEAGE_FILE, "merge.json", "metrics.json", "plan.yaml")
 )
 TRAINED_DIR = "trained"
-PROOF = (CARD_FILE, LINEAGE, CERTIFICATE, METRICS, PLAN, STATEMENT_FILE, KEY_FILE, SIGNATURE_FILE)
+PROOF = (MODEL_CARD_FILE, LINEAGE, CERTIFICATE, METRICS, PLAN, STATEMENT_FILE, KEY_FILE, SIGNATURE_FILE)
 """The files that every published folder has beside the model's."""
 
 

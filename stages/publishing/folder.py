@@ -13,10 +13,10 @@ from stages.core.errors import bytes_text, pluralize
 from stages.core.lineage import LINEAGE_FILE, Lineage, digested_files, file_digests
 from stages.core.provenance import Provenance, read_provenance
 from stages.publishing.check import (
-    CARD_FILE,
     CERTIFICATE,
     LINEAGE,
     METRICS,
+    MODEL_CARD_FILE,
     PLAN,
     TRAINED_DIR,
     check_published,
@@ -46,7 +46,7 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / name)
         write_card(publication, folder)
-        digests = file_digests(folder / name for name in (*copies.values(), CARD_FILE))
+        digests = file_digests(folder / name for name in (*copies.values(), MODEL_CARD_FILE))
         files = {path.relative_to(folder).as_posix(): digest for path, digest in digests.items()}
         content = statement(files, [asdict(record) for record in publication.records])
         atomic_write(json.dumps(content, indent=2, ensure_ascii=False) + "\n", folder / STATEMENT_FILE)
@@ -59,7 +59,7 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
         log.warning(
             "the licence of what %s was made from is not known, or its bases have several: write it into `licenses` of "
             "params.yaml and publish again before you send it (%s names each source)",
-            *(publication.run.name, published_dir / CARD_FILE),
+            *(publication.run.name, published_dir / MODEL_CARD_FILE),
         )
 
 

@@ -20,7 +20,7 @@ from stages.core.params.schema import Params
 from stages.core.provenance import Provenance
 from stages.data.conversation import Conversation
 from stages.data.prepared import read_origin
-from stages.publishing.check import CARD_FILE
+from stages.publishing.check import MODEL_CARD_FILE
 from stages.reporting.compare import Comparison, Contender
 from stages.reporting.runs import EXAMPLE_KINDS, EXAMPLES_DIR, Run
 from stages.reporting.sections import (
@@ -143,7 +143,7 @@ def write_card(publication: Publication, folder: Path) -> None:
         names=json.dumps([f"image-{number}.jpg" for number, _ in enumerate(publication.question.images, start=1)]),
         model_class=(publication.config.get("architectures") or ["AutoModel"])[0],
     )
-    card.save(folder / CARD_FILE)
+    card.save(folder / MODEL_CARD_FILE)
 
 
 def ingredients_of(

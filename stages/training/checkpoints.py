@@ -66,7 +66,7 @@ class Checkpoints:
     def complete(self, step: int, names: Sequence[str], *, best: int | None = None) -> int:
         """Rename the checkpoint once these files of it are on the disk; returns their size in bytes.
 
-        Removes surplus checkpoints, the oldest first. best: a step whose checkpoint is worth as much as this one, and
+        Removes surplus checkpoints, the oldest first. best: a step with a checkpoint worth as much as this one, and
         kept beside it. Raises OSError if a file is missing, or the disk is full.
         """
         partial = self.partial(step)
@@ -152,7 +152,7 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _best(checkpoint: Path) -> int | None:
-    """The step whose checkpoint is kept beside this one; none for a damaged one."""
+    """The step of the checkpoint that is kept beside this one; none for a damaged one."""
     with suppress(OSError, ValueError):
         best: int | None = _manifest(checkpoint).get("best")
         return best

@@ -68,7 +68,7 @@ class TrainingSummary(StageFile):
     gpu_kwh: Amount | None = None
     trainable: dict[str, Count]
     kept_step: Count | None = None
-    """The step whose weights are kept, if it is not the last one."""
+    """The step of the weights that are kept, if it is not the last one."""
     validation_split: str | None = None
     """The split of the next two; None without validation."""
     validation_loss: float | None = None
@@ -77,7 +77,7 @@ class TrainingSummary(StageFile):
     skipped_steps: Count = 0
     """Steps that left the weights alone because gradients overflowed, under fp16; the first few do, to find a scale."""
     router_accuracy: float | None = None
-    """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
+    """Share of the tokens with their domain's expert as the likeliest, as logged last; None with another loss."""
 
     @classmethod
     def of(cls, trainer: RecipeTrainer, *, attempt: int) -> TrainingSummary:
@@ -175,10 +175,10 @@ _PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "mlflow": "mlflow"
 
 
 def tracking_arguments(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
-    """Trainer's arguments for the trackers, whose environment they need. Raises UserError for one not installed."""
+    """Trainer's arguments for the trackers, which need their environment. Raises UserError for one not installed."""
     if missing := [tracker for tracker in tracking.to if find_spec(_PACKAGES[tracker]) is None]:
         raise UserError(
-            f"tracking.to names {', '.join(missing)}, whose package is not installed; run without containers, after: "
+            f"tracking.to names {', '.join(missing)}, and the package is not installed; run without containers, after: "
             f".venv/bin/uv pip install --overrides docker/$(cat .venv/.bakeoff/target).lock {_PACKAGES[missing[0]]}"
         )
     if not tracking.to:

@@ -109,7 +109,7 @@ class SaveInTime(TrainerCallback):
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         if not self.requested_by:
             self.requested_by, self._requested_at = number, time.monotonic()
-            # Without logging, whose lock the interrupted code may hold.
+            # Without logging: the interrupted code may hold its lock.
             with suppress(OSError):  # a terminal that was closed, or a pipe that nobody reads any more
                 line = f"{signal.Signals(number).name}: stopping after this step (send again to stop now)\n"
                 os.write(2, line.encode())
@@ -148,7 +148,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
     saved_step: int | None = None
     """The last step that has a checkpoint."""
     kept_step: int | None = None
-    """The step whose weights the training leaves, once it has ended."""
+    """The step of the weights that the training leaves, once it has ended."""
 
     _restored: dict[str, Any] | None = None
     """The part of the checkpoint that is still to be restored."""

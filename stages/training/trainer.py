@@ -87,7 +87,7 @@ class RecipeTrainer(ResumableTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *, num_items_in_batch: torch.Tensor, **_: Any
     ) -> torch.Tensor:
-        """SFTTrainer's loss, also from features of images, and for a model whose layers lie on several devices.
+        """SFTTrainer's loss, also from features of images, and for a model with layers on several devices.
 
         Its fused head leaves the loss on the head's device, the last one, and Trainer wants it on the first.
         """
@@ -137,7 +137,7 @@ class RecipeTrainer(ResumableTrainer):
         assert self.plan.validation is not None
         with unchanged(self):
             self.model.eval()  # SFTTrainer logs its own figures of validation in this mode
-            # The first process decides for all: one whose figures differ in a last digit would stop when others go on.
+            # The first process decides for all: one with another last digit would stop when others go on.
             [metrics] = broadcast_object_list([self.validator(self)])
             self.log(metrics)
             self.model.train()

@@ -76,7 +76,7 @@ def test_an_upright_image_keeps_its_bytes() -> None:
         (None, "no image"),
         (b"<html>not found</html>", "unreadable image: none of JPEG, PNG, WEBP"),
         (saved("EPS"), "none of JPEG, PNG"),  # Pillow would start Ghostscript
-        (saved("TIFF"), "none of JPEG, PNG"),  # whose tiles may be larger than the image
+        (saved("TIFF"), "none of JPEG, PNG"),  # its tiles may be larger than the image
         (patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300], "unreadable image: .*truncated"),
         (png(size=(805, 4)), "unreadable image: 805 x 4 pixels: .* more than 200 times"),
         (saved("PNG", mode="I;16"), "greyscale pixels of more than 8 bits .*I;16"),
@@ -118,7 +118,7 @@ def test_an_image_is_turned_as_pillow_does_whatever_its_other_tags_are(orientati
 
 
 def with_scans(count: int) -> bytes:
-    """A JPEG whose last scan is repeated until there are so many."""
+    """A JPEG with its last scan repeated until there are so many."""
     whole = saved("JPEG", progressive=True)
     last, end = whole.rindex(b"\xff\xda"), whole.rindex(b"\xff\xd9")
     return whole[:end] + whole[last:end] * (count - num_scans(whole)) + whole[end:]

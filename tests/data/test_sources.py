@@ -23,7 +23,7 @@ FIRST, SECOND = "0123456" + "a" * 33, "0123456" + "b" * 33
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, object]]:
-    """The downloads of a repository of two commits, whose files lie in tmp_path."""
+    """The downloads of a repository of two commits, with its files in tmp_path."""
     calls: list[dict[str, object]] = []
 
     def snapshot_download(repo_id: str, **options: object) -> str:

@@ -11,7 +11,7 @@ from stages.evaluation.score import EXAMPLES, failures, write_examples
 SCORING: Any = SimpleNamespace(
     ordered_by=lambda record: "score", draw_prediction=lambda record, row: Image.new("RGB", (record, 1))
 )
-"""Draws an image whose width is the record."""
+"""Draws an image as wide as the record says."""
 
 
 def written(folder: Path, scores: list[float]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Evaluation by vLLM, in whose place a process copies completions from a file; test_vllm_itself.py has the real one."""
+"""Evaluation by a stand-in of vLLM that copies completions from a file; test_vllm_itself.py has the real one."""
 
 import copy
 import json

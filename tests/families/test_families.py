@@ -193,7 +193,7 @@ def test_a_row_without_padding_gives_the_same_loss_and_gradients_part_by_part(na
 @given(width=st.integers(29, 700), height=st.integers(29, 700), box=st.tuples(*[st.floats(0, 1)] * 4))
 @settings(max_examples=25, deadline=None)
 def test_boxes_come_back_through_the_processor(name: str, width: int, height: int, box: Any) -> None:
-    """Within a step of the resized image, whose size the processor decides."""
+    """Within a step of the resized image; the processor decides its size."""
     x0, y0, x1, y1 = (min(box[::2]), min(box[1::2]), max(box[::2]), max(box[1::2]))
     assume(x0 < x1 and y0 < y1)
     processor = processor_for(name)

@@ -74,7 +74,7 @@ ATTENTION = {
     "vision": (16, 16, 4096, 80, False, False),
     "text, masked": (28, 28, 2048, 128, False, True),
 }
-"""Attention whose kernel memory predictions assume: query heads, key heads, tokens, width, causal, masked."""
+"""Attention with kernel memory that predictions assume: query heads, key heads, tokens, width, causal, masked."""
 
 
 def facts(device: str) -> dict[str, Any]:

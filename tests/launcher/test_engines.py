@@ -35,7 +35,7 @@ from tests.launcher.small_checkout import PARAMS, request_of, small_checkout
 INSIDE = ["python", "-m", "stages.launcher.inside", "027", "plan", "r1-llm-only"]
 
 # Responds like docker, podman and apptainer. `run` and `exec` note arguments and environment, write FAKE_READY to the
-# file by which a container reports that it is ready, and wait for a `kill` if FAKE_WAITS is set, which fails before
+# file that reports a container as ready, and wait for a `kill` if FAKE_WAITS is set, which fails before
 # they wait.
 CLIENT = f"""#!{sys.executable}
 import json, os, pathlib, re, sys, time

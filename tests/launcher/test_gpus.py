@@ -36,7 +36,7 @@ def in_use(index: int) -> Gpu:
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose pynvml is used in this process. Without GPUs at first."""
+    """A folder with the pynvml of this process. Without GPUs at first."""
     monkeypatch.setenv("FAKE_NVML", set_gpus(tmp_path)["FAKE_NVML"])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "pynvml")
@@ -142,7 +142,7 @@ def test_wrong_visible_devices_are_refused(machine: Machine, visible: str, messa
 
 
 def test_gpu_may_settle_when_its_lease_has_ended(machine: Machine) -> None:
-    """GPU 0 is foreign for good; GPU 1 is returned much later by a stage, whose memory is still being freed."""
+    """GPU 0 is foreign for good; GPU 1 is returned much later by a stage; its memory is still being freed."""
     other = ExitStack()
     other.enter_context(machine.lease(1, in_use(0), gpu(1), holder="train r2"))
     machine.gpus = [in_use(0), in_use(1)]

@@ -63,7 +63,7 @@ def train(workspace: Path, *gpus: Gpu, code: int = 0, **environment: str) -> str
 
 
 def test_stages_of_two_clones_share_the_leases_of_their_repository(workspace: Path, tmp_path: Path) -> None:
-    """DVC's queue runs experiments in clones, whose DVC_ROOT is the person's workspace."""
+    """DVC's queue runs experiments in clones; their DVC_ROOT is the person's workspace."""
     clones = [Path(shutil.copytree(workspace, tmp_path / name, symlinks=True)) for name in ("one", "two")]
     own = {"DVC_ROOT": str(workspace), "OMP_MEETS": "1"}
     running = [

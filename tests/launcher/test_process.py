@@ -57,7 +57,7 @@ Start = Callable[..., Command]
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    """A checkout, in a folder with a space in its name, whose train stage is STAGE. It has no .venv."""
+    """A checkout with STAGE as its train stage, in a folder with a space in its name. It has no .venv."""
     workspace = small_checkout(tmp_path / "a workspace", train=STAGE)
     (workspace / ".venv").unlink()
     return workspace

@@ -54,7 +54,7 @@ stages:
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    """A checkout with one commit, whose train stage is STAGE."""
+    """A checkout with one commit, and STAGE as its train stage."""
     workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=STAGE)
     commit(workspace)
     return workspace

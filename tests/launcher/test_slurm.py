@@ -112,7 +112,7 @@ while True:
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    """A checkout with a profile whose place is Slurm."""
+    """A checkout with a profile for Slurm."""
     pipeline = "stages: {train: {foreach: [wait, fail, stubborn], do: {cmd: docker/run train, outs: ['x/${item}']}}}"
     workspace = small_checkout(tmp_path / "a workspace", pipeline=pipeline, train=TRAIN)
     params = YAML(typ="safe").load(workspace / "params.yaml")

@@ -39,7 +39,7 @@ def trainer_of(
     mesh: DeviceMesh | None,
     validator: Validator | None = None,
 ) -> RecipeTrainer:
-    """A trainer of a model whose weights are the same in every process; mesh: of these, if there are more."""
+    """A trainer of a model with the same weights in every process; mesh: of these, if there are more."""
     torch.manual_seed(0)
     model = apply_recipe(random_model(plan, config_of(model_name)), plan.parts, plan.lora, plan.full_targets)
     if mesh is not None and plan.placement == "sharded":

@@ -204,7 +204,7 @@ WAITS = {
 
 
 def operators_and_waits(monkeypatch: pytest.MonkeyPatch, depth: Depth, **changes: Any) -> tuple[int, int]:
-    """Operators of a recorded step on a GPU, and those for whose result the host waits."""
+    """Operators of a recorded step on a GPU, and those that the host waits for."""
     names: list[Any] = []
     recorded, tolist, at_work = Recorder.recorded, torch.Tensor.tolist, []
 

@@ -62,7 +62,7 @@ def test_a_kernel_that_computes_something_else_is_refused(interpreted: dict[str,
 
 
 def test_accelerates_hooks_call_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose layers are spread over GPUs has hooks, which hold the `forward` that they found."""
+    """A model with layers on several GPUs has hooks, which hold the `forward` that they found."""
 
     def fuse(model: Any) -> None:
         model.model.norm.forward = lambda hidden: hidden * 0

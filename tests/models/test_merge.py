@@ -53,7 +53,7 @@ def load(folder: Path, precision: str = "fp32") -> Any:
 
 
 def save(base_dir: Path, folder: Path, way: str, *, scale: float = 0.05) -> Any:
-    """A model whose trained weights were moved at random (LoRA's B starts at zero), saved into the folder."""
+    """A model with trained weights moved at random (LoRA's B starts at zero), saved into the folder."""
     torch.manual_seed(0)
     model = apply_recipe(load(base_dir), *WAYS[way]).eval()
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_a_16_bit_base_is_merged_into_16_bits(precision: str, way: str, tiny_vlm
 def test_only_trained_weights_are_saved_with_a_relative_base_and_ordered_targets(
     tiny_vlm: Path, tmp_path: Path
 ) -> None:
-    """PEFT's targets are a set, whose order differs between processes."""
+    """PEFT's targets are a set; its order differs between processes."""
     save(tiny_vlm, tmp_path, "full")
     assert not (tmp_path / "adapter").exists()
     assert all(name.startswith("model.visual.") for name in load_file(tmp_path / WEIGHTS_FILE))

@@ -18,7 +18,7 @@ from stages.core.lineage import Lineage, Parent
 from stages.core.provenance import Machine, Provenance
 from stages.models.certificate import MergeCertificate, QuantizationCost
 from stages.planning.plan import Plan
-from stages.publishing.check import CARD_FILE, LINEAGE, METRICS, PLAN
+from stages.publishing.check import LINEAGE, METRICS, MODEL_CARD_FILE, PLAN
 from stages.publishing.signing import BUILD_TYPE, KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, fingerprint, signing_key
 from tests.damage import flip
 from tests.made_up_publication import RUN, made_up_publication, records_in, sign_again
@@ -86,7 +86,7 @@ def test_a_folder_that_a_stranger_signs_again_is_as_good_as_the_strangers_key(
 
 def test_a_flipped_byte_in_any_file_is_refused(published: Path, copy: Path, key: Path) -> None:
     names = [path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()]
-    assert {CARD_FILE, WEIGHTS, ADAPTER, LINEAGE, STATEMENT_FILE, SIGNATURE_FILE, KEY_FILE} <= set(names)
+    assert {MODEL_CARD_FILE, WEIGHTS, ADAPTER, LINEAGE, STATEMENT_FILE, SIGNATURE_FILE, KEY_FILE} <= set(names)
     for name in names:
         flip(copy / name)
         verdict = damaged(copy, key)

@@ -44,7 +44,7 @@ def containers(below: Path) -> list[str]:
 
 
 def is_first_process(process: psutil.Process, below: Path) -> bool:
-    """Whether it is the first process of a container whose workspace lies below a folder."""
+    """Whether it is the first process of a container with a workspace below a folder."""
     with suppress(psutil.Error, OSError):
         mounted = Path(f"/proc/{process.pid}/mountinfo").read_text(encoding="utf-8")
         return process.cmdline()[1:3] == ["-m", "stages.launcher.inside"] and f" {below}" in mounted
@@ -91,7 +91,7 @@ def copy_of_checkout(place: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workspace whose whole detection pipeline ran in containers, two at once. Not to be changed."""
+    """A workspace after its whole detection pipeline ran in containers, two at once. Not to be changed."""
     workspace = copy_of_checkout(tmp_path_factory.mktemp("smoke") / "a workspace")
     run(workspace, sys.executable, "-m", "tools.run", "compare@detection", "--jobs", "2", **environment())
     return workspace
@@ -99,7 +99,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def playground(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workspace whose train stage is replaced by each test."""
+    """A workspace with a train stage that each test replaces."""
     workspace = copy_of_checkout(tmp_path_factory.mktemp("smoke") / "playground")
     for path in ("data/bases/vlm/config.json", "data/prepared/nutrition-tables/train.parquet"):
         (workspace / path).parent.mkdir(parents=True, exist_ok=True)

@@ -281,7 +281,7 @@ def all_have_it_in(mask: str, processes: list[psutil.Process]) -> bool:
 
 @pytest.mark.timeout(2400)
 def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_if_it_was_interrupted(tmp_path: Path) -> None:
-    """Both nodes are this machine, whose name may be known by an address of a network card."""
+    """Both nodes are this machine; its name may be known by an address of a network card."""
     prepared = workspace_in(tmp_path / "prepared")
     clone_checkout(prepared.folder)
     raw = small_params(root="", max_new_tokens=ANSWER_TOKENS)

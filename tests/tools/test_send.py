@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import ModelCard
 
-from stages.publishing.check import CARD_FILE
+from stages.publishing.check import MODEL_CARD_FILE
 from tests.damage import flip
 from tests.made_up_publication import made_up_publication, sign_again
 from tools import send
@@ -33,9 +33,9 @@ class Hub:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = made_up_publication(tmp_path_factory.mktemp("published"))
-    card = ModelCard.load(folder / CARD_FILE)
+    card = ModelCard.load(folder / MODEL_CARD_FILE)
     card.data.license = "mit"
-    card.save(folder / CARD_FILE)
+    card.save(folder / MODEL_CARD_FILE)
     sign_again(folder)
     return folder
 
@@ -69,9 +69,9 @@ def test_changed_folder_is_not_sent(folder: Path) -> None:
 
 
 def test_model_of_unknown_licence_is_not_sent(folder: Path) -> None:
-    card = ModelCard.load(folder / CARD_FILE)
+    card = ModelCard.load(folder / MODEL_CARD_FILE)
     card.data.license = None
-    card.save(folder / CARD_FILE)
+    card.save(folder / MODEL_CARD_FILE)
     sign_again(folder)
     assert "`licenses` of params.yaml" in sent(folder).output
     assert Hub.called == []

@@ -115,7 +115,7 @@ def test_checkpointing_changes_nothing_but_memory(build: Build, recipe: str) -> 
 
 
 class Waits(TorchDispatchMode):
-    """Counts tensors whose value Python reads, for each of which a GPU would be waited for."""
+    """Counts reads of a tensor's value by Python: each would wait for a GPU."""
 
     count = 0
 
@@ -315,7 +315,7 @@ def test_weights_away_from_the_planned_device_are_refused(started: Started) -> N
 
 
 def set_gradient(pattern: str, value: float | None) -> Spoil:
-    """For the trained parameters whose names match."""
+    """For the trained parameters with matching names."""
 
     def spoil(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():

@@ -45,7 +45,7 @@ from tools.plan import available_inputs, trainable_recipes
 SHOWN = 12
 """Images on the page."""
 MEASURED = 64
-"""Training samples whose share of tokens in the loss is given."""
+"""Training samples to compute the share of tokens in the loss of."""
 PAGE_DIR = Path(".bakeoff/data")
 
 Lines = list[tuple[str, str]]
@@ -55,7 +55,7 @@ Lines = list[tuple[str, str]]
 @click.command(help=__doc__)
 @click.argument("source", required=False)
 @click.option("--dataset", help="A dataset of params.yaml; the recipe's, if not given; with SOURCE, a name to propose.")
-@click.option("--recipe", help="The recipe whose form a sample is shown in; the first of the dataset's, if not given.")
+@click.option("--recipe", help="The recipe that gives a sample's form; the first of the dataset's, if not given.")
 @click.option("--format", "form", type=click.Choice(get_args(DataForm)), help="Of the folder, if it is ambiguous.")
 def main(source: str | None, dataset: str | None, recipe: str | None, form: DataForm | None) -> None:
     configure_logging("data")
@@ -133,9 +133,9 @@ def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[Any]]) -> It
     if stats["validation"]:
         yield "validation", stats["validation"]
     for split, records in splits.items():
-        found = stats["splits"][split]
-        more = f"; {found['leaked_rows']:,} left out, in another split too" if found["leaked_rows"] else ""
-        yield f"{split}: samples", f"{len(records):,}; {pluralize(found['invalid_rows'], 'invalid one')}{more}"
+        counts = stats["splits"][split]
+        more = f"; {counts['leaked_rows']:,} left out, in another split too" if counts["leaked_rows"] else ""
+        yield f"{split}: samples", f"{len(records):,}; {pluralize(counts['invalid_rows'], 'invalid one')}{more}"
     if fields := stats.get("unread_fields"):
         yield "fields not read", counted(fields)
     if near := stats.get("near_duplicates"):
@@ -147,14 +147,14 @@ def image_figures(
 ) -> Iterator[tuple[str, str]]:
     """Sizes, boxes an image, and categories of each split."""
     for split, records in splits.items():
-        found = stats["splits"][split]
-        yield f"{split}: without a box", pluralize(found["empty_images"], "image")
+        counts = stats["splits"][split]
+        yield f"{split}: without a box", pluralize(counts["empty_images"], "image")
         areas = sorted(records, key=lambda record: record.width * record.height)
         sizes = (f"{record.width} x {record.height}" for record in (areas[0], areas[len(areas) // 2], areas[-1]))
         yield f"{split}: smallest, median, largest", ", ".join(sizes)
-        if repeated := found.get("repeated_boxes"):
+        if repeated := counts.get("repeated_boxes"):
             yield f"{split}: repeated boxes", f"{repeated:,}, the same category and place in one image"
-        yield f"{split}: boxes an image", ", ".join(f"{boxes}: {n:,}" for boxes, n in found["boxes_per_image"].items())
+        yield f"{split}: boxes an image", ", ".join(f"{boxes}: {n:,}" for boxes, n in counts["boxes_per_image"].items())
         for label, count in Counter(label for record in records for _, label in record.targets()).most_common():
             images = sum(any(label == each for _, each in record.targets()) for record in records)
             boxes = "1 box" if count == 1 else f"{count:,} boxes"
@@ -227,13 +227,13 @@ def coloured(tokenizer: Any, row: Mapping[str, Any], recipe: str) -> str:
     no colours. A token that repeats, as an image's does, is written once."""
     from stages.training.batches import IGNORED
 
-    found = f"one training sample as {recipe} sees it, what counts in the loss in \u27e6 \u27e7:\n\n"
+    shown = f"one training sample as {recipe} sees it, what counts in the loss in \u27e6 \u27e7:\n\n"
     pairs = zip(row["input_ids"][0].tolist(), row["labels"][0].tolist(), strict=True)
     for counts, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
         text = tokenizer.decode([token for token, _ in run])
         text = re.sub(r"(<[^<>\s]+>)\1{3,}", lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
-        found += click.style(f"\u27e6{printable(text)}\u27e7", fg="green") if counts else printable(text)
-    return found
+        shown += click.style(f"\u27e6{printable(text)}\u27e7", fg="green") if counts else printable(text)
+    return shown
 
 
 def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequence[DetectionRecord]) -> Path:

@@ -37,8 +37,8 @@ def conversations(source: str) -> tuple[DatasetParams, str] | None:
             expected = ", or ".join(map(str, FORMS))
             raise UserError(f"{path} has {cut(', '.join(row))} in a row; expected {expected}. Rename them; {READ_ON}")
         return None
-    found = [f"{form}, as in {form.name}: {path.relative_to(folder).as_posix()}" for path, form in forms.items()]
-    return DatasetParams(task="chat", source=source, splits=_splits(folder, list(forms))), join_truncated(found, 4)
+    form_names = [f"{form}, as in {form.name}: {path.relative_to(folder).as_posix()}" for path, form in forms.items()]
+    return DatasetParams(task="chat", source=source, splits=_splits(folder, list(forms))), join_truncated(form_names, 4)
 
 
 def _first_row(path: Path) -> Mapping[str, Any] | None:

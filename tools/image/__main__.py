@@ -98,7 +98,7 @@ def build_image(client: Client, target: str) -> str:
 
 
 def packages_of(target: str) -> list[str]:
-    """The targets whose packages an image has: vLLM's have those of the one below too."""
+    """The targets of an image's packages: vLLM's have those of the one below too."""
     return list(dict.fromkeys((images.below(target), target)))
 
 

@@ -66,15 +66,15 @@ class WheelPlatform:
 
 def read_lock(lock_path: Path, platform: WheelPlatform) -> dict[str, str]:
     """The packages that a lock names for a platform: a line for pip, with hashes, by `name==version`."""
-    environment, found = platform.marker_environment(), {}
+    environment, hashed = platform.marker_environment(), {}
     for entry in re.split(r"^(?=[A-Za-z0-9])", lock_path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         requirement = Requirement(entry.partition("\\\n")[0])
         if requirement.marker is None or requirement.marker.evaluate(environment):
             hashes = sorted(re.findall(r"--hash=sha256:[0-9a-f]{64}", entry))
             assert hashes, f"{lock_path}: {requirement} has no hash"
             pin = f"{requirement.name}{requirement.specifier}"
-            found[pin] = " ".join((pin, *hashes))
-    return found
+            hashed[pin] = " ".join((pin, *hashes))
+    return hashed
 
 
 def make_wheelhouse(folder: Path, locks: Sequence[Path], cpu_torch: str | None, platform: WheelPlatform) -> bool:
@@ -111,7 +111,7 @@ def wheelhouse_digest(folder: Path) -> str:
 
 
 def _download_cpu_torch(version: str, platform: WheelPlatform, options: Sequence[str]) -> None:
-    """Fetch it from the indexes and folders of pip's configuration, else from PyTorch's own, whose address uv knows."""
+    """Fetch it from the indexes and folders of pip's configuration, else from PyTorch's own: uv knows its address."""
     if _pip_download([f"torch=={version}"], options, quiet=True):
         return
     resolved = subprocess.run(

@@ -108,14 +108,14 @@ class DetectionForm(Form):
         assert resized is not None, "the task is refused to models without a vision tower"
         family = codec_of(record.answer, generator.model.config.model_type)
         decoded = decode_boxes(completion, family=family, size=resized(record.width, record.height))
-        found = [(box, label or "?") for box, label in zip(decoded.boxes, decoded.labels, strict=True)]
+        labelled = [(box, label or "?") for box, label in zip(decoded.boxes, decoded.labels, strict=True)]
         w, h = record.width, record.height
         boxes = [
             f"x {x0 * w:.0f} to {x1 * w:.0f}, y {y0 * h:.0f} to {y1 * h:.0f} of {w} x {h} pixels"
             for x0, y0, x1, y1 in decoded.boxes
         ]
         text = "The completion says that there is none." if decoded.none else "; ".join(boxes)
-        image = draw_boxes(record, found, PREDICTION_COLOUR)
+        image = draw_boxes(record, labelled, PREDICTION_COLOUR)
         return image, text or "No box can be read in the completion."
 
 

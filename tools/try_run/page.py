@@ -135,7 +135,7 @@ def serve(page: gr.Blocks, port: int | None) -> str:
             footer_links=[],
             max_file_size="100mb",
             theme=theme,
-            # Refuses a web page elsewhere whose name resolves to 127.0.0.1.
+            # Refuses a web page elsewhere with a name that resolves to 127.0.0.1.
             app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])]},
         )
     except OSError as error:

@@ -151,7 +151,7 @@ def check_outputs(findings: Findings) -> int:
 def dvc_changes() -> list[tuple[str, str]]:
     """(path, change) of everything that is not as dvc.lock says: modified, added, renamed or deleted.
 
-    DVC does not read a file again whose time and size it knows; with an empty database it knows none. Its code runs in
+    DVC does not read a file again if it knows its time and size; with an empty database it knows none. Its code runs in
     this process, so that no child of it outlives a signal.
     """
     from dvc.exceptions import DvcException
@@ -173,7 +173,7 @@ def dvc_changes() -> list[tuple[str, str]]:
             os.environ.pop("DVC_SITE_CACHE_DIR")
             if before is not None:
                 os.environ["DVC_SITE_CACHE_DIR"] = before
-    status.pop("unknown", None)  # files of a folder whose listing is not in the cache
+    status.pop("unknown", None)  # files of a folder without its listing in the cache
     paths = [(path["new"] if isinstance(path, dict) else path, change) for change in status for path in status[change]]
     return [(path.rstrip("/"), change) for path, change in paths]
 

@@ -1,6 +1,6 @@
 """The beginning of a stage, run again with today's code: if it computes the same, the recorded outputs may be kept.
 
-A training is stopped after its first steps, whose loss and gradient norm are compared with trace.csv, bit for bit; an
+A training is stopped after its first steps: their loss and gradient norm are compared with trace.csv, bit for bit. An
 evaluation completes some of its samples; their rows are compared with those of predictions.parquet.
 """
 

@@ -174,7 +174,7 @@ def _router_labels(here: str, recipe: RecipeParams, root: str, params: Params) -
     if kind == "bases":
         yield f"{here}.base", f"goes back to {root}, a dense model; loss router-labels trains the routers of a build"
     elif kind == "builds" and name in params.builds and not params.builds[name].domains:
-        yield f"{here}.base", f"goes back to {root}, whose experts have no `domain`, which router-labels needs"
+        yield f"{here}.base", f"goes back to {root}: its experts have no `domain`, which router-labels needs"
 
 
 def _profile(here: str, profile: ProfileParams) -> Problems:
@@ -205,7 +205,7 @@ def _memory(here: str, memory: MemoryParams, device: DeviceParams) -> Problems:
 def _dataset(here: str, dataset: DatasetParams, datasets: dict[str, DatasetParams]) -> Problems:
     mix = dataset.mix or {}
     if dataset.mix and dataset.splits.patterns():
-        yield f"{here}.splits", "not for a mix, whose splits are those of its parts"
+        yield f"{here}.splits", "not for a mix, which has the splits of its parts"
     if (dataset.source == "mix") != bool(mix):
         yield f"{here}.mix", f"{'set' if mix else 'missing'}, though the source is {dataset.source}"
     if dataset.source == "mix" and dataset.limit is not None:

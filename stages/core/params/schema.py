@@ -127,11 +127,11 @@ class SplitParams:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DatasetParams:
     task: Name
-    """The task whose `sources` package reads it."""
+    """The task that reads it, by its `sources`."""
     source: Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+|mix)$")]
     """`folder:PATH`, `hub:OWNER/NAME@REVISION`, or `mix`, made of other datasets."""
     splits: SplitParams = Field(default_factory=SplitParams)
-    """Files of the splits whose names do not say it. Without it there is no test split."""
+    """Files of the splits that their names do not tell. Without it there is no test split."""
     limit: LimitParams | None = None
     """Samples to take of each split of the source."""
     mix: dict[Name, Annotated[int, Field(ge=0, le=10**9)] | None] | None = None
@@ -152,7 +152,7 @@ class ImageParams:
 class MemoryParams:
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Precision of the arithmetic and of frozen weights. Trained weights are always fp32. auto: bf16 on a GPU, fp16 on
-    one whose name says that it has no bf16, fp32 on a CPU."""
+    one that is known to have no bf16, fp32 on a CPU."""
     quantization: Literal["none"] | None = None
     """none: train every recipe on unquantized weights; null: as the recipe says."""
     micro_batch: Size
@@ -257,11 +257,11 @@ class ValidationParams:
     every_steps: Positive | Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Optimizer steps between two validations; below 1, their share of the training. The last step has one too."""
     samples: Positive = 64
-    """Samples whose loss is computed."""
+    """Number of samples to compute the loss of."""
     score_samples: Annotated[int, Field(ge=0, lt=2**31)] = 24
     """Number of them that the model also completes, for the score of a sample by its task."""
     by: Literal["loss", "score"] = "loss"
-    """The figure by which `keep: best` and `early_stopping` compare two validations."""
+    """The figure that `keep: best` and `early_stopping` compare validations by."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -329,7 +329,7 @@ class BuildParams:
     """A mixture of experts made from dense models that recipes trained from one base."""
 
     task: Name
-    """The experts' task, whose probes of each domain show which experts its tokens are routed to."""
+    """The experts' task. Its probes of each domain show which experts its tokens are routed to."""
     base: Annotated[str, Field(pattern=r"^bases/[^/]{1,100}$")]
     """`bases/NAME`, a dense model: the experts were trained from it, and the mixture has all of it but the MLPs."""
     experts: Annotated[tuple[ExpertParams, ...], Field(min_length=2)]
@@ -369,7 +369,7 @@ class PredictionsParams:
     """Inputs without a known answer, for a trained model."""
 
     task: Name
-    """The recipe's task, whose module `predictions` reads the inputs."""
+    """The recipe's task; its module `predictions` reads the inputs."""
     recipe: Name
     inputs: Annotated[str, Field(pattern=r"^data(/[^/.][^/]*)+$")]
     """A file below data/."""
@@ -584,6 +584,6 @@ def made_by(base: str) -> str:
 
 
 def recipe_of(folder: str) -> str | None:
-    """The recipe whose merged model `runs/RECIPE/merged` is; None for another folder."""
+    """The recipe of `runs/RECIPE/merged`; None for another folder."""
     kind, name, *_ = folder.split("/")
     return name if kind == "runs" else None

@@ -46,8 +46,8 @@ class Installed:
     def version(self) -> str:
         """Without the local part that names a build."""
         packages = distributions(path=[str(path) for path in self.python.parents[1].glob("lib/python*/site-packages")])
-        found = next((each.version for each in packages if each.name in TARGETS.values()), "unknown")
-        return found.partition("+")[0]
+        version = next((each.version for each in packages if each.name in TARGETS.values()), "unknown")
+        return version.partition("+")[0]
 
 
 def environment_dir() -> Path:

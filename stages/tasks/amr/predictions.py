@@ -26,9 +26,9 @@ class Submission:
     text: str
     """One block per sentence, in their order, with CRLF line ends."""
     repaired: tuple[int, ...]
-    """Sentences, counted from 0, whose completion was no graph and could be repaired."""
+    """Sentences, counted from 0, with a completion that was no graph and could be repaired."""
     empty: tuple[int, ...]
-    """Sentences whose completion was replaced by EMPTY."""
+    """Sentences with EMPTY in place of the completion."""
 
     def summary(self) -> str:
         return f"{pluralize(len(self.repaired), 'completion')} repaired, {len(self.empty)} replaced by an empty graph"

@@ -46,7 +46,7 @@ REPORT = TaskReport(
         _perplexity("qmsum", "QMSum"),
         _figure(
             *("mc1", "MC1", ".1%"),
-            "TruthfulQA: share of questions whose best answer the model finds likelier than every false one.",
+            "TruthfulQA: share of questions with a best answer that is likelier than every false one.",
             among="truthfulqa",
         ),
         _figure(

@@ -1,4 +1,4 @@
-"""A pipeline whose stages take no time: a base, a model that was trained on it, and the merge of both.
+"""A pipeline of stages that take no time: a base, a model that was trained on it, and the merge of both.
 
 python -m tests.tools.verify.made_up STAGE NAME      how its dvc.yaml calls it
 """

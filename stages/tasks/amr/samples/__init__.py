@@ -163,7 +163,7 @@ def question(sample_id: str, sentence: str, answer_format: str, *, answer: Node 
 
 
 def encode(graph: Node, answer_format: str) -> str:
-    """The answer that stands for a graph, whose words become canonical."""
+    """The answer that stands for a graph. Its words become canonical."""
     graph = canonical(graph)
     match answer_format:
         case "full":

@@ -100,10 +100,10 @@ def best_match(ours: Triples, theirs: Triples, *, time_limit_s: float = TIME_LIM
     """
     gains = _gains(ours, theirs)
     bound = _bound(ours, theirs)
-    found = _climbed(gains, bound)
-    if found == bound or len(gains.weights) > MAX_PAIRS:
-        return Match(found, proven=found == bound)
-    return _program(gains, found, bound, time_limit_s)
+    climbed = _climbed(gains, bound)
+    if climbed == bound or len(gains.weights) > MAX_PAIRS:
+        return Match(climbed, proven=climbed == bound)
+    return _program(gains, climbed, bound, time_limit_s)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _climbed(gains: _Gains, bound: int) -> int:
     return best
 
 
-def _program(gains: _Gains, found: int, bound: int, time_limit_s: float) -> Match:
+def _program(gains: _Gains, climbed: int, bound: int, time_limit_s: float) -> Match:
     """The best mapping by integer programming (HiGHS).
 
     x: 1 for each mapped pair of nodes. y: 1 for each two mapped pairs that gain together.
@@ -233,5 +233,5 @@ def _program(gains: _Gains, found: int, bound: int, time_limit_s: float) -> Matc
         options={"time_limit": time_limit_s, "mip_rel_gap": 0.999 / bound},
     )
     if result.x is None:
-        return Match(found, proven=False)
-    return Match(max(found, round(-result.fun)), proven=result.status == 0)
+        return Match(climbed, proven=False)
+    return Match(max(climbed, round(-result.fun)), proven=result.status == 0)

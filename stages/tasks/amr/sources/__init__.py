@@ -46,7 +46,7 @@ RULES = Rules(
 def read(dataset: DatasetParams, reader: PlainReader) -> RawDataset[Record]:
     """The corpus of `folder:PATH`: train*.txt and val*, dev* or test*.txt.
 
-    Without a validation file a share of the training sentences is held out. A sample whose id is not unique gets
+    Without a validation file a share of the training sentences is held out. A sample with an id that is not unique gets
     FILE:LINE instead.
     """
     known = "folder:PATH (the corpora are not on the hub: put their text files into a folder)"

@@ -60,7 +60,7 @@ _MAX_IMAGES = 4
 
 
 def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
-    """The answered conversations whose likelihoods `score` needs: all if perplexity is a metric, else none."""
+    """The answered conversations that `score` needs likelihoods of: all if perplexity is a metric, else none."""
     return [conversation(record, answered=True) for record in records if "perplexity" in record.metrics]
 
 
@@ -89,9 +89,9 @@ def score(
         row |= {"id": record.id, "question": record.question, "text": text, "truth": record.answer}
         for metric in chosen:
             if metric == "perplexity":
-                found = likelihoods[number]
-                probability = float(np.exp(found.sum_logprob / found.num_tokens))
-                values: tuple[float, ...] = (probability, -found.sum_logprob, float(found.num_tokens))
+                likelihood = likelihoods[number]
+                probability = float(np.exp(likelihood.sum_logprob / likelihood.num_tokens))
+                values: tuple[float, ...] = (probability, -likelihood.sum_logprob, float(likelihood.num_tokens))
             else:
                 values = _MEASURES[metric](text, record.answer)
             row |= dict(zip(COLUMNS[metric], values, strict=True))

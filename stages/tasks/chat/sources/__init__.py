@@ -43,7 +43,7 @@ class Reader:
     """Settings of a chat dataset."""
 
     group: Text | None = None
-    """Column whose value groups conversations, such as a customer or a document; all of a group are in one split. Null:
+    """Column that groups conversations, such as a customer or a document; all of a group are in one split. Null:
     only conversations that ask the same are a group."""
     metrics: Annotated[tuple[TextMetric, ...], Field(min_length=1)] = TEXT_METRICS
     """Metrics of answers (docs/chat.md); models are ranked by the first."""
@@ -136,7 +136,7 @@ def _read_file(path: Path, *, folder: Path, reader: Reader, unread: Counter[str]
 def _sample(
     place: Place, row: Mapping[str, Any], reader: Reader, unread: Counter[str], *, images: _Images | None
 ) -> Sample[Record]:
-    """A line or row as a record, whose `group` is the value of the reader's column, or empty without one.
+    """A line or row as a record. Its `group` is the value of the reader's column, or empty without one.
 
     images: those beside the file; None for a table, which has their bytes.
     """

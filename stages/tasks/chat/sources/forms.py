@@ -106,7 +106,7 @@ class ParsedConversation(NamedTuple):
 
 
 def form_of(content: Mapping[str, Any]) -> Form | None:
-    """The first form whose keys a row has."""
+    """The first form with keys that a row has."""
     return next((form for form in FORMS if all(content.get(key) not in (None, []) for key in form.needed)), None)
 
 

@@ -92,7 +92,7 @@ def codec(family: str) -> Codec:
 
 
 def codec_of(answer: AnswerForm, family: str) -> str:
-    """The family whose form of boxes a model of `family` is asked for."""
+    """The family that gives the form of boxes that a model of `family` is asked for."""
     return "qwen3_vl" if answer == "json" else family
 
 

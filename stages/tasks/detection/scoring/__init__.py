@@ -182,13 +182,13 @@ def _multi_box_figures(matched: Sequence[Floats], num_predicted: int) -> dict[st
     ious = np.concatenate(matched)
     if not ious.size:  # only images without a box, of so few samples
         return {}
-    found = {"matched_mean_iou": float(ious.mean())}
+    metrics = {"matched_mean_iou": float(ious.mean())}
     for percent in (50, 75):
         num_right = int((ious >= percent / 100).sum())
-        found[f"precision_{percent}"] = num_right / num_predicted if num_predicted else 0.0
-        found[f"recall_{percent}"] = num_right / len(ious)
-        found[f"f1_{percent}"] = 2 * num_right / (num_predicted + len(ious))
-    return found
+        metrics[f"precision_{percent}"] = num_right / num_predicted if num_predicted else 0.0
+        metrics[f"recall_{percent}"] = num_right / len(ious)
+        metrics[f"f1_{percent}"] = 2 * num_right / (num_predicted + len(ious))
+    return metrics
 
 
 def _mean_average_precision(records: Sequence[DetectionRecord], decoded: Sequence[Decoded]) -> dict[str, float]:
@@ -240,7 +240,7 @@ def _mean_average_precision(records: Sequence[DetectionRecord], decoded: Sequenc
 
 
 def ordered_by(_: DetectionRecord) -> str:
-    """The column by which samples are best and worst."""
+    """The column that ranks samples from worst to best."""
     return "iou"
 
 

@@ -51,7 +51,7 @@ def _split_at_end(name: str) -> str | None:
 
 
 def _split_that_is_folder(path: PurePosixPath) -> str | None:
-    """The split whose word is the name of a folder, the nearest one, but for digits: train2017/a/7.jpg is of train."""
+    """The split that the nearest folder is named after, digits apart: train2017/a/7.jpg is of train."""
     words = (part.lower().strip("0123456789_-. ") for part in reversed(path.parent.parts))
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
 
@@ -65,10 +65,10 @@ def _split_in_name(path: PurePosixPath) -> str | None:
 
 
 class Folder:
-    """All files of a folder, except those whose names, or whose folders' names, begin with a dot or `__MACOSX`.
+    """All files of a folder, except those with a name, or in a folder, that begins with a dot or `__MACOSX`.
 
     Links to folders are not followed. Paths are relative, in NFC, with slashes on every machine.
-    Raises UserError for two files whose paths in NFC are equal.
+    Raises UserError for two files with equal paths in NFC.
     """
 
     def __init__(self, root: Path, splits: SplitParams) -> None:
@@ -105,7 +105,7 @@ class Folder:
         return [path for path in self.files if PurePosixPath(path).suffix.lower() in suffixes]
 
     def with_content(self, suffix: str, pattern: bytes) -> list[str]:
-        """The files of this suffix in whose first 64 KiB the pattern is found."""
+        """The files of this suffix with the pattern in their first 64 KiB."""
         return [path for path in self.with_suffix(suffix) if re.search(pattern, self._head(path))]
 
     def is_image(self, name: str) -> bool:
@@ -113,7 +113,7 @@ class Folder:
         return name in self._by_name
 
     def similar(self, name: str) -> str | None:
-        """An image whose name differs from this one in case, suffix or percent-encoding alone."""
+        """An image with a name that differs from this one in case, suffix or percent-encoding alone."""
         return self._by_plain_name.get(plain_name(name))
 
     def text(self, path: str) -> str:

@@ -91,7 +91,7 @@ class Columns:
     """The bytes of an image, or a struct with `bytes`."""
     boxes: Text = "objects.bbox"
     category: Text = "objects.category"
-    """Names, or numbers whose names the dataset's description in the file has (ClassLabel of datasets)."""
+    """Names, or numbers with names in the dataset's description in the file (ClassLabel of datasets)."""
     order: BoxOrder = "xywh"
     """y_min, x_min, y_max, x_max; x_min, y_min, x_max, y_max; x_min, y_min, width, height; or with the centre first."""
     unit: BoxUnit = "pixels"
@@ -118,7 +118,7 @@ class Reader:
     scored_boxes: ScoredBoxes | None = None
     """Whether an image's IoU is of its first box or of all. Null: the first; with a list of categories all."""
     empty_images: bool = False
-    """Whether an image without a box that is asked for is a sample, whose answer is `none`; else it is invalid."""
+    """Whether an image without a box that is asked for is a sample, with the answer `none`; else it is invalid."""
     unit: BoxUnit | None = None
     """Unit of the boxes, if it is not that of the form."""
     group: Annotated[Text, AfterValidator(_group_pattern)] | None = None

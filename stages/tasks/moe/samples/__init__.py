@@ -119,7 +119,7 @@ def _digest(*texts: str) -> str:
 
 
 def domain(record: Record) -> Domain:
-    """The domain whose expert in a mixture is to get the record's tokens."""
+    """The domain of the expert in a mixture that is to get the record's tokens."""
     return record.domain
 
 

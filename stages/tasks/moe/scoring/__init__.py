@@ -33,7 +33,7 @@ MEANS = {
     "truthfulqa": ("mc1", "mc2", "bleu_difference", *(f"{key}_difference" for key in ROUGES), "bleurt_difference"),
     "qmsum": ROUGES,
 }
-"""Columns by domain whose means over its samples are figures. A difference says how much nearer the completion is to a
+"""Columns by domain; their means over its samples are figures. A difference says how much nearer the completion is to a
 correct answer than to an incorrect one."""
 Measure = Callable[[str, str], float]
 """Similarity of a completion to a reference."""
@@ -72,7 +72,7 @@ def models() -> dict[str, Measure | None]:
 
 
 def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
-    """The answered conversations whose likelihoods `score` needs: for each record the best answer, then, if it has
+    """The answered conversations that `score` needs likelihoods of: for each record the best answer, then, if it has
     incorrect ones, all correct and all incorrect ones."""
     return [answered_with(record, answer) for record in records for answer in _candidates(record)]
 
@@ -126,9 +126,9 @@ def score(
 
 
 def _row(
-    record: Record, text: str, found: Sequence[AnswerLikelihood], measures: Mapping[str, Measure]
+    record: Record, text: str, likelihoods: Sequence[AnswerLikelihood], measures: Mapping[str, Measure]
 ) -> dict[str, Any]:
-    best = found[0]
+    best = likelihoods[0]
     row: dict[str, Any] = dict.fromkeys(PREDICTIONS.names)
     row |= dict.fromkeys(itertools.chain(*MEANS.values()), 0.0)
     row |= {"id": record.id, "domain": record.domain, "question": record.question, "text": text, "truth": record.best}
@@ -140,7 +140,7 @@ def _row(
     row["token_probability"] = float(np.exp(best.sum_logprob / best.num_tokens))
     if record.domain == "qmsum":
         return row | {key: nearest_score(MEASURES[key], text, record.correct) for key in ROUGES}
-    logprobs = [likelihood.sum_logprob for likelihood in found[1:]]
+    logprobs = [likelihood.sum_logprob for likelihood in likelihoods[1:]]
     true, false = logprobs[: len(record.correct)], logprobs[len(record.correct) :]
     row |= {"mc1": mc1(best.sum_logprob, false), "mc2": mc2(true, false), "bleurt_difference": None}
     return row | {

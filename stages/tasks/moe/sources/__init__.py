@@ -34,7 +34,7 @@ LONGBENCH = ("input", "context", "answers")
 """Keys of a query in LongBench."""
 
 Found = Record | str
-"""A record whose place is not known yet, or its problem."""
+"""A record without its place, which is not known yet, or its problem."""
 
 FORM = (
     "TruthfulQA, a CSV with the columns Question, Best Answer, Correct Answers and Incorrect Answers, or QMSum, JSONL "
