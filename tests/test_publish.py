@@ -20,7 +20,7 @@ from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.data.conversation import Conversation
 from stages.models.folders import read_config
-from stages.models.prompts import load_processor, rendered
+from stages.models.prompts import load_processor, rendered, with_options
 from stages.publish import gather, main, publish_run
 from stages.publishing.model_card import write_card
 from stages.publishing.signing import SIGNATURE_FILE
@@ -78,7 +78,7 @@ def test_the_code_of_a_text_models_card_gives_the_prompt_that_was_scored(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(ROOT / "data/tiny/qwen2", workspace / "text"))
-    (folder / "chat_template.jinja").write_text(template_of("qwen3"))
+    (folder / "chat_template.jinja").write_text(with_options(template_of("qwen3")))
     parts = [{"type": "text", "text": "tôi đi", "shortenable": True}, {"type": "text", "text": " đâu ?"}]
     question = Conversation(sample_id="a", messages=[{"role": "user", "content": parts}])
     code = code_of_card(question, folder)

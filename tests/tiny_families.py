@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from trl import chat_template_utils
 
 from stages.models.load import auto_class
-from stages.models.prompts import Processor, images_only
+from stages.models.prompts import Processor, images_only, with_options
 from tests import ROOT
 
 TEMPLATES_DIR = Path(chat_template_utils.__file__).parent / "chat_templates"
@@ -105,9 +105,14 @@ def tokenizer_for(model_type: str) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(pieces), **named)
     # Without a name of their own, as those of Gemma 3, Llama and Phi-3 are published.
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
-    tokenizer.chat_template = template_of(model_type)
-    tokenizer.family = model_type  # as load_processor sets it
+    tokenizer.chat_template = with_options(template_of(model_type))
+    tokenizer.model_ends = {*generation_config_for(model_type, tokenizer).eos_token_id}  # as load_processor sets it
     return tokenizer
+
+
+def generation_config_for(model_type: str, tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(ENDS.get(model_type, "<|im_end|>"))]
+    return GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id or 0)
 
 
 def processor_for(model_type: str) -> Processor:
@@ -136,9 +141,7 @@ def save_tiny_family(model_type: str, folder: Path) -> Path:
     processor, config, tokenizer = processor_for(model_type), config_for(model_type), tokenizer_for(model_type)
     torch.manual_seed(0)
     model = auto_class(config).from_config(config)
-    text = config.get_text_config()
-    ends = [text.eos_token_id, tokenizer.convert_tokens_to_ids(ENDS.get(model_type, "<|im_end|>"))]
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=text.pad_token_id or 0)
+    model.generation_config = generation_config_for(model_type, tokenizer)
     for each in (model.to(torch.bfloat16), processor):
         each.save_pretrained(folder)
     return folder

@@ -16,13 +16,13 @@ from typing import Any
 import click
 
 from stages.core.errors import UserError, configure_logging
-from stages.core.families import PROMPT_OPTIONS
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import rebuild
 from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate
 from stages.evaluation.vllm.environment import WORKER, engine_options, installed
 from stages.models.certificate import certified_model
+from stages.models.prompts import OPTIONS
 from stages.reporting.runs import evaluation_stage, report_runs_dir
 
 log = logging.getLogger("stages")
@@ -81,7 +81,7 @@ def server_options(engine: dict[str, Any], port: int) -> list[str]:
         "port": port,
         # The template gets images and texts as parts if it tells them apart; vLLM's own guess is wrong for some.
         "chat_template_content_format": "openai" if "limit_mm_per_prompt" in engine else "string",
-        "default_chat_template_kwargs": PROMPT_OPTIONS,
+        "default_chat_template_kwargs": OPTIONS,
         "disable_uvicorn_access_log": True,
         # Images come with the question as data: URLs. The server fetches none.
         "allowed_media_domains": ["images-are-sent-as-data.invalid"],

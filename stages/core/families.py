@@ -6,8 +6,7 @@ An entry holds what the rest of the code cannot read from a model's own files. N
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from stages.core.errors import UserError
@@ -17,10 +16,6 @@ log = logging.getLogger(__name__)
 
 PAGE = "docs/extending.md#a-model-family"
 """Describes how to add a family."""
-
-PROMPT_OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
-"""Options of some chat templates: an answer without a chain of thought (Qwen3), and a fixed date (Llama 3.2's template
-writes today's otherwise; this one is Llama 3.1's default)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +54,6 @@ class Family:
     vision: Vision | None = None
     linears: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Ends of the names of the language model's linear layers: `all-linear` of lora.targets.llm."""
-    answer_marks: Mapping[str, str] = field(default_factory=dict)
-    """Parts of its chat template, each with a replacement that marks answers by `{% generation %}`; for a template that
-    has all of these parts. Without them, TRL's marked form of the template is taken, if it has one."""
     overflows_in_fp16: Literal["never seen", "sometimes", "always"] = "never seen"
     """Whether its activations leave the range of fp16: sometimes is a warning, always is refused."""
     same_without_padding: bool = False
@@ -70,25 +62,6 @@ class Family:
     """model_type in Liger's list with the layers of its language model; None until a test shows that Liger's kernels
     give the same loss and gradients (tests/models/interpreted.py)."""
 
-
-# Lines of the chat templates of Llama 3.1 and 3.2, which TRL knows without marking their answers.
-_LLAMA_ANY_TURN = """\
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-"""
-_LLAMA_MARKED = """\
-    {%- if message.role == 'assistant' and 'tool_calls' not in message %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-        {%- generation %}
-        {{- message['content'] | trim + '<|eot_id|>' }}
-        {%- endgeneration %}
-    {%- elif not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-"""
-
-# Qwen3's last answer begins with a <think> block; TRL's marked template writes one in each answer.
-_QWEN3_LAST = "{%- if loop.index0 > ns.last_query_index %}"
-_QWEN3_HEADER = "{{- '<|im_start|>' + message.role + '\\n"
-_QWEN3_END = "{{- '<|im_end|>\\n' }}\n    "
-_QWEN3_TOOL = '{%- elif message.role == "tool" %}'
 
 FAMILIES = {
     "gemma3_text": Family(
@@ -99,7 +72,6 @@ FAMILIES = {
     ),
     "llama": Family(
         name="Llama 3, 3.1, 3.2, 3.3",
-        answer_marks={_LLAMA_ANY_TURN: _LLAMA_MARKED},
         same_without_padding=True,
         fused_like="llama",
     ),
@@ -143,12 +115,6 @@ FAMILIES = {
     ),
     "qwen3": Family(
         name="Qwen3",
-        answer_marks={
-            _QWEN3_LAST: _QWEN3_HEADER + "' }}{%- generation %}" + _QWEN3_LAST,
-            _QWEN3_HEADER + "<think>": "{{- '<think>",
-            _QWEN3_HEADER + "' + content }}": "{{- content }}",
-            _QWEN3_END + _QWEN3_TOOL: _QWEN3_END + "{%- endgeneration %}" + _QWEN3_TOOL,
-        },
         same_without_padding=True,
         fused_like="qwen3",
     ),

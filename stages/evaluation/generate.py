@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import EvaluationParams, ProfileParams
 from stages.data.conversation import Conversation
 from stages.models.load import gpus_in_use, limit_visible_gpus
 from stages.models.merge import load_certified
-from stages.models.prompts import Processor, encode, load_processor, samples_for, tokenizer_of
+from stages.models.prompts import Processor, encode, end_tokens, load_processor, samples_for, tokenizer_of
 from stages.planning.ladder import lowered_batch_size, prefill_batch_size
 from stages.planning.memory_use import MemoryLog
 
@@ -139,7 +139,7 @@ def generate_completions(
     """
     # A second tokenizer, as a fast one may not encode in one thread while it decodes in another.
     tokenizer = copy.deepcopy(tokenizer_of(processor))
-    ends = end_tokens(model.generation_config, tokenizer)
+    ends = end_tokens(tokenizer)
 
     def is_whole(tokens: list[int]) -> bool:
         return tokens[-1] in ends or (complete is not None and complete(decoded(tokenizer, tokens, ends)))
@@ -293,13 +293,6 @@ def _first_pass(
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
     """logits: (B, T, vocabulary). Returns (B, 1): the next token of each row."""
     return logits[:, -1].float().argmax(dim=-1)[:, None]
-
-
-def end_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that end a completion. settings: the model's generation_config.json."""
-    configured = settings.eos_token_id
-    ends = {configured} if isinstance(configured, int) else set(configured or ())
-    return ends | {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int]) -> str:

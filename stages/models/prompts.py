@@ -1,49 +1,55 @@
-"""Prompts: from conversations to a model's inputs, through its own processor and chat template.
-
-A template marks an answer by `{% generation %}` and `{% endgeneration %}` (transformers, render_jinja_template), but
-published ones seldom do. The family knows where the marks go (answer_marks), or TRL has the same template with marks.
-"""
+"""Prompts: from conversations to a model's inputs, through its own processor and chat template."""
 
 from __future__ import annotations
 
 import copy
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import starmap
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 import torch
 import transformers
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stages.core.errors import UserError
-from stages.core.families import FAMILIES, PAGE, PROMPT_OPTIONS, family_of
+from stages.core.families import FAMILIES, PAGE, family_of
 from stages.core.params.schema import ImageParams
 from stages.core.records import shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
 from stages.data.prepared import shows_images
 from stages.internals.transformers_internals import num_image_tokens
+from stages.models.answers import ANSWER, NEXT, Messages, Turn, answer_spans, find_turn
 from stages.models.load import NO_MODEL, library_errors, load_config
 
 Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
 """A vision-language model's processor, or a text model's tokenizer."""
-
-Messages = Sequence[Mapping[str, Any]]
-"""Messages of a conversation, in the form that a chat template takes."""
 
 VIDEO_SETTINGS = ("size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 """Settings that a video processor shares with the image processor beside it."""
 
 MAX_CUT_SHARE = 0.01
 """Share of the reference answers that may be longer than max_new_tokens."""
+
+OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
+"""Options that some chat templates have: an answer without a chain of thought (Qwen3), and the date (Llama 3.2), which
+is today's otherwise; this one is Llama 3.1's default."""
+
+_CLOCK = """\
+{%- macro strftime_now(format) %}{{ format | replace("%Y", "2024") | replace("%m", "07") | replace("%d", "26") |
+    replace("%b", "Jul") | replace("%B", "July") }}{% endmacro %}
+"""
+"""A date that stands still, for templates that call the clock (Granite 3, gpt-oss)."""
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -103,13 +109,12 @@ def load_processor(folder: Path, images: ImageParams | None) -> Processor:
     family = family_of(model_type)
     processor: Processor
     with library_errors(NO_MODEL.format(folder)):
+        processor = tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+        tokenizer.chat_template = with_options(tokenizer.get_chat_template())
         if family.vision is not None:
-            tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
             image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **offline)
             processor = images_only(model_type)(image_processor, tokenizer, chat_template=tokenizer.chat_template)
-        else:
-            processor = tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
-    tokenizer.family = model_type
+    tokenizer.model_ends = _model_ends(folder)
     for name in ("is_local", "local_files_only"):  # transformers would write them into a saved tokenizer_config.json
         tokenizer.init_kwargs.pop(name, None)
     if tokenizer.pad_token is None:  # Llama has none; masks and labels mark the padding
@@ -117,6 +122,29 @@ def load_processor(folder: Path, images: ImageParams | None) -> Processor:
     if images is not None and isinstance(processor, ProcessorMixin):
         processor.image_processor.size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
     return processor
+
+
+def with_options(template: str) -> str:
+    """The chat template with fixed values for its OPTIONS and the clock: a trained model is saved with it, and so gets
+    the prompts that it was trained on wherever it goes."""
+    fixed = [f"{{%- set {name} = {json.dumps(value)} %}}\n" for name, value in OPTIONS.items() if name in template]
+    fixed += [_CLOCK] * ("strftime_now" in template)
+    return "".join(line for line in fixed if line not in template) + template
+
+
+def _model_ends(folder: Path) -> set[int]:
+    """The tokens at which a model stops, by its generation_config.json, or config.json without one."""
+    settings = GenerationConfig.from_model_config(load_config(folder))
+    if (folder / "generation_config.json").is_file():
+        settings = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    ends = settings.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that end a completion. tokenizer: from `load_processor`, which knows the model's own."""
+    own = {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}
+    return own | getattr(tokenizer, "model_ends", set())
 
 
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
@@ -195,10 +223,16 @@ def _answer_tokens(processor: Processor, text: str, conversation: Conversation, 
     narrow = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt")
     starts, ends = narrow["offset_mapping"][0].unbind(1)
     in_answer = torch.zeros_like(starts, dtype=torch.bool)
+    messages = _messages(processor, conversation)
     with _template_errors(processor, conversation):
-        for turn, start, end in _answer_spans(tokenizer, _messages(processor, conversation)):
-            if turn not in conversation.unlearnt:
-                in_answer |= (starts < end) & (ends > start)
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = answer_spans(partial(_render, tokenizer), _turn(processor), messages, text)
+        for turn, (start, end) in zip(turns, spans, strict=True):
+            if turn not in conversation.unlearnt:  # a token that begins before its answer is never generated
+                in_answer |= (start <= starts) & (starts < end) & (starts < ends)
+        if _MARK.search(tokenizer.chat_template):
+            marked = [(starts < end) & (ends > start) for start, end in _marks(tokenizer, messages)]
+            in_answer &= torch.stack(marked).any(0)
     placeholder = getattr(processor, "image_token_id", None)
     if placeholder is None:
         return in_answer
@@ -277,87 +311,65 @@ def rendered(processor: Processor, conversation: Conversation) -> str:
 
     An unanswered conversation ends with the prompt for an answer. Raises UserError if the chat template fails.
     """
-    tokenizer, messages = tokenizer_of(processor), _messages(processor, conversation)
+    messages = _messages(processor, conversation)
     with _template_errors(processor, conversation):
-        if conversation.answered():
-            return _render(tokenizer, marked_template(tokenizer), messages)[0]
-        return _render(tokenizer, tokenizer.get_chat_template(), messages, add_generation_prompt=True)[0]
+        text = _render(tokenizer_of(processor), messages, add_generation_prompt=not conversation.answered())
+    return _turn(processor).complete(text) if conversation.answered() else text
 
 
-def _answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[tuple[int, int, int]]:
-    """The number of each answer's message, and its start and the end of its turn in characters of the rendered text.
-
-    Text that the prompt already has (a line break in Qwen2.5's marks, an empty <think> block in Qwen3's) and a line
-    break behind the end of the turn are not part of it. Raises UserError if the template marks another number of
-    answers than there are.
-    """
-    template = marked_template(tokenizer)
-    text, marked = _render(tokenizer, template, messages, return_assistant_tokens_mask=True)
-    spans: list[tuple[int, int]] = []
-    for start, end in marked:  # a template may mark the end of the text apart from the last answer (Phi-3)
-        spans.append((spans.pop()[0] if spans and spans[-1][1] == start else start, end))
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(spans) != len(turns):
-        raise UserError(f"{len(turns)} assistant turns, but the chat template marks {len(spans)} answers; {PAGE}")
-    for turn, (start, end) in zip(turns, spans, strict=True):
-        prompt, _ = _render(tokenizer, template, messages[:turn], add_generation_prompt=True)
-        prompted = len(prompt) if text.startswith(prompt) else 0
-        yield turn, max(start, prompted), start + len(text[start:end].rstrip("\n"))
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> str:
+    options |= {"chat_template": tokenizer.chat_template, **tokenizer.special_tokens_map}
+    (text,), _ = render_jinja_template([messages], **options)
+    return text
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages, **options: Any
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text and, with return_assistant_tokens_mask, the spans between the template's marks."""
-    options = {**tokenizer.special_tokens_map, **PROMPT_OPTIONS, **options}
-    texts, spans = render_jinja_template([messages], chat_template=template, **options)
-    return texts[0], spans[0] if spans else []
+def _marks(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[tuple[int, int]]:
+    """The spans between the template's own marks, in characters of the rendered text."""
+    options = {"chat_template": tokenizer.chat_template, **tokenizer.special_tokens_map}
+    _, (spans,) = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
+    return spans
 
 
-def marked_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template if it marks answers, or one that does and renders answered conversations alike.
-
-    tokenizer: from `load_processor`, which knows its family. Raises UserError if none is known.
-    """
-    return _marked(tokenizer.get_chat_template(), getattr(tokenizer, "family", None))
+def _turn(processor: Processor) -> Turn:
+    """The text of the chat template around an answer. Raises UserError if a model could not be trained by it."""
+    return _turn_by(processor, tokenizer_of(processor).chat_template)
 
 
 @cache
-def _marked(template: str, model_type: str | None) -> str:
-    if _MARK.search(template):
-        return template
-    marks = family_of(model_type).answer_marks if model_type else {}
-    if marks and all(plain in template for plain in marks):
-        for plain, marked in marks.items():
-            template = template.replace(plain, marked)
-        return template
-    from trl.chat_template_utils import get_training_chat_template  # slow to import
-
-    try:
-        # TRL compares the template with those that it knows; whether tools can be called does not matter here.
-        unmarked = SimpleNamespace(chat_template=template, apply_chat_template=lambda *_, **__: "")
-        found = get_training_chat_template(unmarked)
-    except ValueError:
-        found = None
-    if found is None:
-        raise UserError(
-            "the model's chat template does not mark answers ({% generation %}), and no marked form of it is known, so "
-            f"the assistant's tokens are not known; {PAGE} says how to bring one"
-        )
-    return found
+def _turn_by(processor: Processor, template: str) -> Turn:
+    tokenizer = tokenizer_of(processor)
+    texts = (("user", "Who?"), ("assistant", ANSWER), ("user", NEXT), ("assistant", ANSWER))
+    probe = _messages(processor, Conversation(sample_id="probe", messages=list(starmap(message, texts))))
+    render = partial(_render, tokenizer)
+    with library_errors(f"{_template_of(tokenizer)} cannot be used"):
+        turn = find_turn(render, probe, tokenizer.convert_ids_to_tokens(sorted(end_tokens(tokenizer))))
+        if _MARK.search(template):
+            marks = _marks(tokenizer, probe)
+            for _, end in answer_spans(render, turn, probe, turn.complete(render(probe))):
+                if not any(first < end <= last for first, last in marks):
+                    raise ValueError(
+                        "its marks ({% generation %}) leave out the end of an answer, "
+                        f"{turn.last_end!r}, so the model would never stop"
+                    )
+    return turn
 
 
 def check_chat_template(folder: Path) -> None:
     """Raises UserError if the model's tokenizer cannot be loaded, or its chat template cannot render a conversation, or
-    renders an answered one differently up to the prompt for its last answer."""
-    messages = [message(role, "You?") for role in ("user", "assistant", "user", "assistant")]
+    the prompt for an ordinary answer is no beginning of the answered conversation, in text and in tokens."""
     processor = load_processor(folder, None)
-    prompt, answered = (rendered(processor, Conversation(sample_id="check", messages=messages[:end])) for end in (3, 4))
-    if not answered.startswith(prompt):
-        raise UserError(
-            f"by the chat template of {folder}, a model would be trained on {answered!r}, but prompted with "
-            f"{prompt!r}, which is no beginning of it; {PAGE} says how to bring another"
+    messages = [message(role, "You?") for role in ("user", "assistant", "user", "assistant")]
+    for end in (2, 4):
+        prompt, text = (
+            rendered(processor, Conversation(sample_id="check", messages=messages[:n])) for n in (end - 1, end)
         )
+        prompted, trained = tokenizer_of(processor)([prompt, text], add_special_tokens=False)["input_ids"]
+        if not text.startswith(prompt) or trained[: len(prompted)] != prompted:
+            tokens = ", in tokens" * text.startswith(prompt)
+            raise UserError(
+                f"by the chat template of {folder}, a model would be trained on {text!r}, but prompted with "
+                f"{prompt!r}, which is no beginning of it{tokens}; {PAGE} says how to bring another"
+            )
 
 
 def check_carried(processor: Processor, conversations: Iterable[Conversation]) -> None:
@@ -388,6 +400,19 @@ def _not_carried(processor: Processor, conversation: Conversation) -> str | None
                 )
             place += len(part)
     return None
+
+
+def fuses_with_prompt(processor: Processor, conversation: Conversation) -> bool:
+    """Whether the first token of the last answer begins in its prompt, as two line breaks may be one token. It is not
+    learnt: a model that has the prompt's own tokens cannot generate it."""
+    tokenizer, asked = tokenizer_of(processor), replace(conversation, messages=conversation.messages[:-1])
+    prompt, text = rendered(processor, asked), rendered(processor, conversation)
+    # Nothing fuses across a special token, so the text from the last one on has the tokens of the whole.
+    begin = max((prompt.rfind(token) for token in _markup(tokenizer, tokenizer.chat_template)), default=-1)
+    prompt, text = prompt[max(begin, 0) :], text[max(begin, 0) :]
+    tokens = tokenizer(text, add_special_tokens=False)
+    first = tokens.char_to_token(len(prompt))
+    return first is not None and tokens.token_to_chars(first).start < len(prompt)
 
 
 def accepts(processor: Processor, conversation: Conversation) -> bool:
@@ -421,7 +446,7 @@ def _messages(processor: Processor, conversation: Conversation) -> list[dict[str
 def _refuse_markup(processor: Processor, conversation: Conversation) -> None:
     """Raises UserError if a text holds a token with which the chat template separates messages."""
     tokenizer = tokenizer_of(processor)
-    markup = _markup(tokenizer, tokenizer.get_chat_template())
+    markup = _markup(tokenizer, tokenizer.chat_template)
     for text in (part.get("text", "") for turn in conversation.messages for part in turn["content"]):
         if token := next((token for token in markup if token in text), None):
             raise UserError(f"a text of sample {conversation.sample_id} holds chat markup, {token}; remove it")
@@ -431,11 +456,14 @@ def _refuse_markup(processor: Processor, conversation: Conversation) -> None:
 def _markup(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, ...]:
     """Special tokens that the template writes. Some have no name: Gemma 3's <end_of_turn> is only an added token."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return tuple(sorted(token for token in added.union(tokenizer.all_special_tokens) if token in template))
+    written = template + "".join(token for name, token in tokenizer.special_tokens_map.items() if name in template)
+    return tuple(sorted(token for token in added.union(tokenizer.all_special_tokens) if token in written))
 
 
 def _template_errors(processor: Processor, conversation: Conversation) -> AbstractContextManager[None]:
-    return library_errors(
-        f"the chat template of {tokenizer_of(processor).name_or_path} (chat_template.jinja, or in "
-        f"tokenizer_config.json) fails on the messages of sample {conversation.sample_id}"
-    )
+    where = _template_of(tokenizer_of(processor))
+    return library_errors(f"{where} fails on the messages of sample {conversation.sample_id}")
+
+
+def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    return f"the chat template of {tokenizer.name_or_path} (chat_template.jinja, or in tokenizer_config.json)"

@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from stages.core.families import PROMPT_OPTIONS, family_of
+from stages.core.families import family_of
 from stages.core.lineage import Lineage, lineage_lines, short
 from stages.core.params.schema import Params
 from stages.core.provenance import Provenance
@@ -137,7 +137,6 @@ def write_card(publication: Publication, folder: Path) -> None:
         memory=memory_table([run]),
         quantization=quantization_table([run], comparison.report.primary),
         messages=json.dumps(_template_messages(publication.question), ensure_ascii=False, indent=4),
-        prompt_options=_prompt_options(folder),
         max_new_tokens=publication.max_new_tokens,
         full_weights=next((path.relative_to(folder).as_posix() for path in folder.glob("trained/*.safetensors")), None),
         names=json.dumps([f"image-{number}.jpg" for number, _ in enumerate(publication.question.images, start=1)]),
@@ -234,13 +233,6 @@ def pipeline_tag(config: Mapping[str, Any]) -> str:
 
 def _table(headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:
     return Table.of([Column(heading, heading) for heading in headings], rows)
-
-
-def _prompt_options(folder: Path) -> str:
-    """The prompt options that the model's chat template knows, as arguments of apply_chat_template."""
-    path = folder / "chat_template.jinja"
-    template = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return "".join(f", {name}={value!r}" for name, value in PROMPT_OPTIONS.items() if name in template)
 
 
 def _template_messages(question: Conversation) -> list[dict[str, Any]]:

@@ -22,7 +22,15 @@ from stages.core.errors import UserError
 from stages.core.families import vision_tokens
 from stages.data.conversation import Conversation
 from stages.models.load import load_config
-from stages.models.prompts import Processor, check_carried, count_tokens, encode, samples_for, tokenizer_of
+from stages.models.prompts import (
+    Processor,
+    check_carried,
+    count_tokens,
+    encode,
+    fuses_with_prompt,
+    samples_for,
+    tokenizer_of,
+)
 
 if TYPE_CHECKING:
     from stages.core.params.schema import Loss
@@ -136,9 +144,12 @@ class ConversationCollator:
     def length_summary(self) -> str:
         """Raises as `lengths` does."""
         ordered = sorted(self.lengths)
+        fused = sum(fuses_with_prompt(self.processor, self.converse(record)) for record in self.records)
         return (
             f"samples of {ordered[0]} to {ordered[-1]} tokens, half of them at most {ordered[len(ordered) // 2]}; "
             f"limit {self.max_length}"
+            + f"; in {fused:,} the answer's first token fuses with the prompt and is not learnt"
+            * (fused > 0)
         )
 
     def largest_batch(self, micro_batch: int) -> dict[str, Any]:

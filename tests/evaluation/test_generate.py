@@ -105,7 +105,7 @@ def test_batches_generate_the_same_as_one_by_one(tiny_vlm: Path, batch_size: int
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 24, 72])
 def test_a_completion_leaves_the_batch_when_it_ends(tiny_dense: Any, batch_size: int) -> None:
     """No token is computed for an ended completion, and others that join and leave change no completion."""
-    model, tokenizer = copy.deepcopy(tiny_dense[0]), tiny_dense[1]
+    model, tokenizer = copy.deepcopy(tiny_dense)
     words = ["What", "was", "said", "about", "the", "budget", "It", "agreed"]
     texts = (" ".join(words[(index * step) % len(words)] for index in range(3 + step * 5 % 11)) for step in range(9))
     asked = [Conversation(sample_id="", messages=[message("user", text)]) for text in texts]
@@ -113,6 +113,7 @@ def test_a_completion_leaves_the_batch_when_it_ends(tiny_dense: Any, batch_size:
     whole = [alone(model, tokenizer, each, 12) for each in asked]
     counts = {token: sum(token in ids for ids in whole) for token in range(320)}
     model.generation_config.eos_token_id = max(counts, key=lambda token: (counts[token] % 8, token))
+    tokenizer.model_ends = {model.generation_config.eos_token_id}
     expected = [alone(model, tokenizer, each, 12) for each in asked]
     passes: list[tuple[int, int]] = []  # rows and tokens
     model.register_forward_pre_hook(

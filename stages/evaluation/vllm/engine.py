@@ -26,7 +26,7 @@ from typing import Annotated
 import pydantic
 import torch
 from pydantic import AliasChoices, Field, TypeAdapter
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from stages.core.errors import OutOfMemory, UserError, listed, pluralize
 from stages.core.params.schema import ProfileParams
@@ -34,10 +34,9 @@ from stages.core.records import STRICT_OR_NAN, StageFile
 from stages.core.signals import end_with_parent
 from stages.data.conversation import Conversation
 from stages.data.images import ImageRecord
-from stages.evaluation.generate import TextGenerator, decoded, end_tokens
+from stages.evaluation.generate import TextGenerator, decoded
 from stages.evaluation.vllm.environment import WORKER, Installed, engine_options, installed
-from stages.models.load import load_config
-from stages.models.prompts import Processor, encode, load_processor, rendered, shortened, tokenizer_of
+from stages.models.prompts import Processor, encode, end_tokens, load_processor, rendered, shortened, tokenizer_of
 from stages.planning.memory_use import says_out_of_memory
 
 log = logging.getLogger("stages")
@@ -141,12 +140,6 @@ class VllmEngine:
         """Most images in a question."""
         return max(len(question.images) for question in self.questions)
 
-    def end_tokens(self, processor: Processor) -> set[int]:
-        generation = GenerationConfig.from_model_config(load_config(self.model_dir))
-        if (self.model_dir / "generation_config.json").is_file():
-            generation = GenerationConfig.from_pretrained(self.model_dir, local_files_only=True)
-        return end_tokens(generation, tokenizer_of(processor))
-
     def generate(self, parent: Path) -> WorkerResult:
         """The completions of all questions, by a worker that has ended when this returns.
 
@@ -186,7 +179,7 @@ class VllmEngine:
         request = {
             "engine": options,
             "max_tokens": self.profile.evaluation.max_new_tokens,
-            "end_tokens": sorted(self.end_tokens(processor)),
+            "end_tokens": sorted(end_tokens(tokenizer_of(processor))),
             "pixels_at_once": PIXELS_AT_ONCE >> self.attempt,
             "prompts": prompts,
         }
@@ -199,7 +192,8 @@ class VllmEngine:
         early.
         """
         limit, tolerance = self.profile.evaluation.max_new_tokens, TOLERANCE[self.profile.memory.precision]
-        ends, tokenizer = self.end_tokens(generator.processor), tokenizer_of(generator.processor)
+        tokenizer = tokenizer_of(generator.processor)
+        ends = end_tokens(tokenizer)
         cut = [_cut(completion, generator, ends) for completion in result.completions]
         texts = [decoded(tokenizer, completion.tokens, ends) for completion in cut]
         num_cut = 0

@@ -1,0 +1,103 @@
+"""The assistant's answers in the text that a chat template renders, found by rendering alone.
+
+The template is a black box: rendered with a sentinel in place of an answer, it shows its own text around the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+Messages = Sequence[Mapping[str, Any]]
+"""Messages of a conversation, in the form that a chat template takes."""
+Render = Callable[..., str]
+"""render(messages, add_generation_prompt=False): the text of a conversation by its chat template."""
+
+ANSWER, NEXT = "qVzXansWerKjq", "qVzXneXtKjq"
+"""In place of an answer and of the next message: texts that no template trims, parses, escapes, or writes itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A chat template's own text around an answer, equal in all conversations."""
+
+    lead: str
+    """Text before an answer that its prompt does not have, such as a space."""
+    end: str
+    """Text from an earlier answer through the token that ends it; empty if the template writes none there (gpt-oss)."""
+    last_end: str
+    """Text from the last answer through the token that ends it."""
+    after: str
+    """Text that the template writes behind the last answer."""
+    tail: str
+    """Text that is trained on behind the last answer: `after`, or the end of an earlier answer if `after` has none:
+    GLM-4 stops at the <|user|> of the next message, which the template cannot write yet."""
+
+    def complete(self, text: str) -> str:
+        """text: an answered conversation, as the template renders it. Returns it with an end of its last answer."""
+        return text.removesuffix(self.after) + self.tail
+
+
+def find_turn(render: Render, probe: Messages, ends: Collection[str]) -> Turn:
+    """The text around the answers of a template.
+
+    probe: a question, ANSWER, NEXT and ANSWER. ends: the tokens at which generation stops.
+    Raises ValueError if a model that learns these answers would never stop, or is prompted otherwise than trained.
+    """
+    whole, prompt = render(probe), render(probe[:-1], add_generation_prompt=True)
+    if not whole.startswith(prompt):
+        raise ValueError(f"it prompts a model with {prompt!r}, which is no beginning of {whole!r}, with the answer")
+    _, between, after = _split(whole, ANSWER, 3)
+    following, _ = _split(between, NEXT, 2)
+    end, last_end = _through_end(following, ends), _through_end(after, ends)
+    tail = after if last_end else end
+    if not tail:
+        raise ValueError(
+            f"it writes {after!r} behind an answer, and {following!r} if another message follows; generation ends at "
+            f"{', '.join(sorted(ends))} alone, so the model never stops: set eos_token_id in generation_config.json"
+        )
+    lead, _ = _split(whole[len(prompt) :], ANSWER, 2)
+    return Turn(lead=lead, end=end, last_end=last_end or end, after=after, tail=tail)
+
+
+def answer_spans(render: Render, turn: Turn, messages: Messages, text: str) -> Iterator[tuple[int, int]]:
+    """Start and end of each answer with the token that ends it, in characters of an answered conversation's text.
+
+    text: of `messages`, completed. A text that the prompt for an answer already has is not part of it. No answer has a
+    token in it with which the template ends one. Raises ValueError for text that depends on more than the answer.
+    """
+    prompt = render(messages[:-1], add_generation_prompt=True)
+    earlier = [_says(each, ANSWER) if each["role"] == "assistant" else each for each in messages[:-1]]
+    num_earlier = sum(each["role"] == "assistant" for each in earlier)
+    pieces = _split(render(earlier, add_generation_prompt=True), ANSWER, num_earlier + 1) if num_earlier else [prompt]
+    place = 0
+    for before, behind in pairwise(pieces):
+        start = place + len(before)
+        place = prompt.find(behind, start)
+        if place < 0 or not behind.startswith(turn.end):
+            raise ValueError(f"it changes {behind!r} with the answer before it")
+        yield len(prompt[:start].removesuffix(turn.lead)), place + len(turn.end)
+    if not (text.startswith(prompt) and text.endswith(turn.tail)):
+        raise ValueError(f"it prompts a model with {prompt!r}, which is no beginning of {text!r}, with the answer")
+    yield len(prompt), len(text) - len(turn.tail) + len(turn.last_end)
+
+
+def _through_end(text: str, ends: Collection[str]) -> str:
+    """The beginning of a text through the first of the end tokens; empty without one."""
+    return text[: min((text.index(end) + len(end) for end in ends if end in text), default=0)]
+
+
+def _says(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """The message with this text alone."""
+    content = text if isinstance(message["content"], str) else [{"type": "text", "text": text}]
+    return {"role": message["role"], "content": content}
+
+
+def _split(text: str, sentinel: str, count: int) -> list[str]:
+    """Raises ValueError unless a text has so many parts between sentinels."""
+    parts = text.split(sentinel)
+    if len(parts) != count:
+        raise ValueError(f"it does not write each message once: {text!r}")
+    return parts
