@@ -53,7 +53,7 @@ def prepared(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace with a base, data, and a plan for 9 steps of 4 samples, each of which is saved."""
     workspace = tmp_path_factory.mktemp("prepared") / "a workspace"
     for folder in ("stages", "docker"):
-        shutil.copytree(ROOT / folder, workspace / folder, ignore=shutil.ignore_patterns("__pycache__", "*.lock"))
+        shutil.copytree(ROOT / folder, workspace / folder, ignore=shutil.ignore_patterns("*.lock"))
     train = workspace / "stages/train.py"
     train.write_text(train.read_text().replace("\n\n@click.command", f"{HELD}\n\n@click.command", 1))
     with pytest.MonkeyPatch.context() as patch:

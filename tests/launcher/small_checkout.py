@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,12 @@ def request_of(workspace: Path, stage: str, *args: str, **known: Any) -> Request
 
 
 def copy_code(workspace: Path, module: str = "stages.launcher.launch") -> None:
-    """Copy a module with all that it imports."""
+    """Copy a module with all that it imports, and their byte code: compiling is a third of a launcher's first start."""
     for path in import_closure(module):
-        (workspace / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, workspace / path)
+        for each in filter(Path.exists, (ROOT / path, ROOT / cache_from_source(path))):
+            copy = workspace / each.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(each, copy)  # with its time, which its byte code has too
 
 
 def small_checkout(workspace: Path, *, pipeline: str | None = None, **stages: str) -> Path:

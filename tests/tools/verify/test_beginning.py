@@ -195,7 +195,7 @@ def test_the_first_step_that_the_real_trainer_computes_otherwise_is_named(
     """Six steps, of which three run again with a learning rate that is a ten-thousandth larger. The first two have the
     same bits: the first one's rate is 0, as it warms up, and the second one's loss is computed before its update."""
     for folder in ("stages", "docker"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.lock"))
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.lock"))
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     for name, value in CALLER.items():
         monkeypatch.setenv(name, value)
