@@ -39,7 +39,8 @@ def parsed(given: Row) -> DetectionRecord:
 def record(boxes: list[Box], image_id: str = "a", categories: tuple[str, ...] | None = None) -> DetectionRecord:
     categories = categories or ("nutrition-table",) * len(boxes)
     labels = tuple(name if name.startswith("nutrition-table") else None for name in categories)
-    return replace(parsed(row(image_id)), boxes=tuple(boxes), categories=categories, labels=labels)
+    image = replace(parsed(row(image_id)), sha256=image_id)  # another one for each id
+    return replace(image, boxes=tuple(boxes), categories=categories, labels=labels)
 
 
 def raw_row(row: Row) -> dict[str, Any]:
