@@ -161,7 +161,7 @@ def test_missing_models_are_named_everywhere(incomplete: tuple[Path, str]) -> No
         filled = {key: value for key, value in rows[name].items() if value}
         assert filled == {"model": name, "role": "not run", "note": f"not run: dvc repro {stage}"}
         assert f"<b>{name}</b>: not run: <code>dvc repro {stage}</code>" in report(data_dir, "index.html")
-    assert "Two-stage against LLM-only: not answered, not run: dvc repro evaluate@r3-two-stage" in shown
+    assert "Two-stage against LLM-only: not decided, not run: dvc repro evaluate@r3-two-stage" in shown
     assert "r4-joint is best" in shown
     assert "better than every other that was run" in shown
     assert "The evidence is enough, among the models that were run<" in report(data_dir, "index.html")

@@ -8,10 +8,10 @@ network, and read the checkout in the working directory. A user's fault raises s
 
 Does r1-llm-only fit a card of 24 GB, and how is it run there?
 
-    >>> answer = predict_memory("r1-llm-only", profile="qwen2-vl-7b", gpu=24)
-    >>> answer.memory.verdict, answer.memory.prediction.total_bytes < answer.memory.usable_bytes
+    >>> predicted = predict_memory("r1-llm-only", profile="qwen2-vl-7b", gpu=24)
+    >>> predicted.memory.verdict, predicted.memory.prediction.total_bytes < predicted.memory.usable_bytes
     ('fits', True)
-    >>> print(answer.command)
+    >>> print(predicted.command)
     dvc exp run --temp -S profile=qwen2-vl-7b -S gpu=24 evaluate@r1-llm-only
 
 A run has its metrics, and the scores of each sample as arrays:
@@ -96,7 +96,7 @@ def compare_runs(task: str) -> Comparison:
 
     `evaluated` has the models that were run, in the order of params.yaml, each with its `score` by the primary metric:
     `mean` and 95% `interval`. `best` is the best one, `conclusive` says whether the evidence is enough to call it that,
-    and `insights` answers the task's questions.
+    and `insights` has the verdicts on the task's questions.
     Raises UserError if nothing was run, or if the runs cannot be compared.
     """
     from stages.reporting.compare import compare, read_contenders, task_report

@@ -231,7 +231,7 @@ class Predictions:
         device = self.params.active.device
         card = named_card(device.card) if device.card else None
         stage = "train" if batch_size == 1 and verdict == "does not fit" else "evaluate"
-        answer = RecipeMemory(
+        predicted = RecipeMemory(
             recipe=recipe,
             profile=self.params.profile,
             memory_gb=card.sold_gb if card else device.memory_gb,
@@ -246,7 +246,7 @@ class Predictions:
             duration=duration(cheapest, planned.lengths, self.params.prices),
             command=None if cheapest.verdict == "does not fit" else self._command(f"{stage}@{recipe}", cheapest),
         )
-        return answer, lines
+        return predicted, lines
 
     def _command(self, stage: str, cheapest: Fit) -> str:
         """Runs a stage in a temporary folder, so that params.yaml and the workspace stay as they are.
@@ -311,20 +311,20 @@ def main(
         )
     predicting = Console(stderr=True).status(f"{recipe}: predicting", spinner="line")
     with predicting:
-        answer, lines = predictions.recipe_memory(recipe)
+        predicted, lines = predictions.recipe_memory(recipe)
     if as_json:
-        click.echo(json.dumps(asdict(answer), indent=2))
+        click.echo(json.dumps(asdict(predicted), indent=2))
         return
-    gpu = f", {answer.card or f'{answer.memory_gb:g} GB per GPU'}" if answer.memory_gb is not None else ""
-    click.echo(f"recipe    {answer.recipe}, profile {answer.profile}{gpu}\nbase      {answer.base}")
-    click.echo(f"settings  {', '.join(f'{name} {value}' for name, value in answer.settings.items())}")
-    click.echo(f"batch     {answer.batch}\ndisk      {answer.disk}")
-    click.echo(f"time      {answer.duration}\n" if answer.duration else "")
+    gpu = f", {predicted.card or f'{predicted.memory_gb:g} GB per GPU'}" if predicted.memory_gb is not None else ""
+    click.echo(f"recipe    {predicted.recipe}, profile {predicted.profile}{gpu}\nbase      {predicted.base}")
+    click.echo(f"settings  {', '.join(f'{name} {value}' for name, value in predicted.settings.items())}")
+    click.echo(f"batch     {predicted.batch}\ndisk      {predicted.disk}")
+    click.echo(f"time      {predicted.duration}\n" if predicted.duration else "")
     if changes:
         with suppress(UserError), predicting:  # params.yaml may have a mistake that the changes fix
             before, _ = predictions_for(profile, first).recipe_memory(recipe)
-            lines.append(f"changes   {answer.difference(before)}")
-    click.echo("\n".join([*lines, *([f"run it by   {answer.command}"] if answer.command else [])]))
+            lines.append(f"changes   {predicted.difference(before)}")
+    click.echo("\n".join([*lines, *([f"run it by   {predicted.command}"] if predicted.command else [])]))
 
 
 def show_all(on_gpus: Sequence[Predictions], names: Sequence[str] | None, *, as_json: bool) -> None:
@@ -335,16 +335,16 @@ def show_all(on_gpus: Sequence[Predictions], names: Sequence[str] | None, *, as_
     params = on_gpus[0].params
     names = trainable_recipes(params) if names is None else names
     inputs = {name: available_inputs(params, name) for name in names}  # all are known before any takes time
-    rows, answers = [], []
+    rows, predicted = [], []
     with Console(stderr=True).status("", spinner="line") as status:
         for name in names:
             status.update(f"{name}: predicting")
             if as_json:
-                answers += [asdict(each.recipe_memory(name)[0]) for each in on_gpus]
+                predicted += [asdict(each.recipe_memory(name)[0]) for each in on_gpus]
             else:
                 rows.append((name, *(_cell(*each.fits(name, inputs[name])[1:]) for each in on_gpus)))
     if as_json:
-        click.echo(json.dumps(answers, indent=2))
+        click.echo(json.dumps(predicted, indent=2))
         return
     devices = (each.params.active.device for each in on_gpus)
     titles = [named_card(device.card).name if device.card else f"{device.memory_gb:g} GB" for device in devices]

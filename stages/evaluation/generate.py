@@ -59,7 +59,7 @@ class TextGenerator:
         return completeness_test(self.samples, self.answer_format)
 
     def completions(self, questions: Sequence[Conversation]) -> list[str]:
-        """The completion of each of these unanswered conversations, in order."""
+        """The completion of each of these conversations, which end with a question, in order."""
         return generate_completions(
             self.model,
             self.processor,
@@ -130,7 +130,7 @@ def generate_completions(
     room: int | None = None,
     complete: Callable[[str], bool] | None = None,
 ) -> list[str]:
-    """The completion of each of these unanswered conversations, in order.
+    """The completion of each of these conversations, which end with a question, in order.
 
     max_new_tokens: limit of a completion; the log says how many were cut there.
     room: limit of a question in tokens, for which its shortenable text is cut.

@@ -31,7 +31,7 @@ Statistic = Callable[[Floats], Floats]
 """From column means (..., k) to the statistic (...): a mean, or a ratio of sums such as a corpus F1."""
 
 LEVEL = 0.95
-"""Share of the datasets in which an interval is to cover the true value."""
+"""Confidence level of intervals: the share of datasets where they cover the true value."""
 UNAVAILABLE = "unavailable"
 """Value in metrics.json of a figure that could not be computed; never 0."""
 CHUNK_VALUES = 2_000_000

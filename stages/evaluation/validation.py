@@ -1,6 +1,6 @@
 """Validation while training: the loss and the task's score of samples that a model is not trained on.
 
-Trainer says when, and logs and reports the figures as its own. What follows from them (training/records.py: the best
+Trainer decides when, and logs and reports the figures as its own. What follows from them (training/records.py: the best
 step, and when to stop) is read from its log alone, which every checkpoint has, so a resumed training decides as any
 other.
 """

@@ -78,15 +78,15 @@ class Client:
         return self.ask(*args).returncode == 0
 
     def image_id(self, reference: str) -> str | None:
-        """The digest of the image of that name on this machine; None if there is none, or no engine answers."""
-        answer = self.ask("image", "inspect", "--format", "{{.Id}}", reference)
-        return answer.stdout.strip() if answer.returncode == 0 else None
+        """The digest of the image of that name on this machine; None if there is none, or no engine responds."""
+        result = self.ask("image", "inspect", "--format", "{{.Id}}", reference)
+        return result.stdout.strip() if result.returncode == 0 else None
 
     @cached_property
     def info(self) -> dict[str, Any]:
         """The engine's description of itself and its machine; empty if it gives none."""
-        answer = self.ask("info", "--format", "{{json .}}")
-        return dict(json.loads(answer.stdout)) if answer.returncode == 0 else {}
+        result = self.ask("info", "--format", "{{json .}}")
+        return dict(json.loads(result.stdout)) if result.returncode == 0 else {}
 
     @property
     def is_podman(self) -> bool:
@@ -103,9 +103,9 @@ class Client:
         return {device["ID"] for device in self.info.get("DiscoveredDevices") or ()}
 
     def problem(self) -> str | None:
-        """The reason why the engine cannot be used, in one line; None if it answers."""
-        answer = self.ask("ps", "--quiet")
-        return None if answer.returncode == 0 else (answer.stderr.strip() or "no reason given").splitlines()[-1]
+        """The reason why the engine cannot be used, in one line; None if it responds."""
+        result = self.ask("ps", "--quiet")
+        return None if result.returncode == 0 else (result.stderr.strip() or "no reason given").splitlines()[-1]
 
 
 @dataclass(frozen=True, kw_only=True)

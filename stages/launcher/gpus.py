@@ -61,7 +61,7 @@ class Gpu:
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Every GPU of this machine that answers, in NVML's order; none without an NVIDIA driver.
+    """Every GPU of this machine that responds, in NVML's order; none without an NVIDIA driver.
 
     Raises UserError if there is a driver that does not work.
     """

@@ -138,8 +138,8 @@ class RouterTrainer(RecipeTrainer):
 def router_loss(
     routers: Sequence[Qwen2MoeTopKRouter], model: nn.Module, inputs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of every router's logits with the number of the token's expert, and the number of tokens whose
-    likeliest expert is right: sums over tokens, means over layers.
+    """Cross-entropy of every router's logits with the number of the token's expert, and the number of tokens with
+    the right expert as the likeliest: sums over tokens, means over layers.
 
     A router sees the real output of the layers below, but its loss does not train them. So the forward pass needs no
     gradient, and only the routers' inputs are kept; their logits are computed again from these.

@@ -165,21 +165,21 @@ class Contender:
 
 @dataclass(frozen=True)
 class Insight:
-    """A question and its answer."""
+    """A question and its verdict."""
 
     topic: str
     ours: str
     theirs: str
     metric: Metric
     difference: Difference | None = None
-    """Corrected for the number of questions. None without an answer."""
-    unanswered: str = ""
+    """Corrected for the number of questions. None if it is not decided."""
+    undecided: str = ""
     """The reason why there is none."""
 
     @property
     def words(self) -> str:
         if self.difference is None:
-            return f"not answered, {self.unanswered}"
+            return f"not decided, {self.undecided}"
         return difference_words(self.ours, self.theirs, self.difference) + "."
 
 
@@ -236,7 +236,7 @@ class Comparison:
 
 
 def compare(report: TaskReport, contenders: Sequence[Contender], *, matters: float | None = None) -> Comparison:
-    """Rank, and answer every question that the runs can answer. All of them are one family (`as_family`).
+    """Rank, and decide every question that the runs can decide. All of them are one family (`as_family`).
 
     contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`). If one of
         them has several runs, recipes are compared, and those with a single training take no part.
@@ -255,7 +255,7 @@ def compare(report: TaskReport, contenders: Sequence[Contender], *, matters: flo
     by_name = {contender.name: contender for contender in contenders}
     insights = [_insight(report, question, by_name, matters) for question in _questions(report, by_name)]
     of_best = [_insight(report, Question(_BEST, best.name, rival.name), by_name, None) for rival in rivals]
-    # Whether the best is better than every other is one more question; the rival with the least evidence answers it.
+    # Whether the best is better than every other is one more question; the rival with the least evidence decides it.
     corrected = _corrected(
         [*insights, *sorted(of_best, key=lambda each: each.difference.p_value if each.difference else 0)[-1:]],
         over_seeds=over_seeds,
@@ -499,17 +499,17 @@ def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Que
 def _insight(
     report: TaskReport, question: Question, by_name: Mapping[str, Contender], matters: float | None
 ) -> Insight:
-    """The answer to a question, not yet corrected for their number."""
+    """The verdict on a question, not yet corrected for their number."""
     ours, theirs = by_name[question.ours], by_name[question.theirs]
     metric = next(metric for metric in report.measured if metric.key == (question.metric or report.primary.key))
-    unanswered = "; ".join(filter(None, dict.fromkeys([ours.left_out, theirs.left_out])))
-    if not unanswered and ours.scores[metric.key] is None:
-        unanswered = f"no sample is about {metric.heading}"
-    answer = None
-    if not unanswered:
+    undecided = "; ".join(filter(None, dict.fromkeys([ours.left_out, theirs.left_out])))
+    if not undecided and ours.scores[metric.key] is None:
+        undecided = f"no sample is about {metric.heading}"
+    gap = None
+    if not undecided:
         together = [each for each in by_name.values() if not each.left_out and each.scores[metric.key] is not None]
         names = [each.name for each in together]
-        answer = difference(
+        gap = difference(
             [np.stack([evidence_of(metric, run) for run in each.runs]) for each in together],
             (names.index(ours.name), names.index(theirs.name)),
             statistic=metric.statistic,
@@ -517,16 +517,16 @@ def _insight(
             higher_is_better=metric.higher_is_better,
             matters=matters if metric is report.primary else None,
         )
-    return Insight(question.topic, ours.name, theirs.name, metric, answer, unanswered)
+    return Insight(question.topic, ours.name, theirs.name, metric, gap, undecided)
 
 
 def _corrected(insights: Sequence[Insight], *, over_seeds: bool) -> list[Insight]:
-    """The insights, those with an answer corrected as one family."""
-    answered = [insight for insight in insights if insight.difference]
+    """The insights; those with a verdict are corrected as one family."""
+    decided = [insight for insight in insights if insight.difference]
     # Equal by one metric is not equal by another, and which two the last question is about is not known before.
-    subjects = [_BEST if each.topic == _BEST else each.metric.key for each in answered]
-    pairs = [((subject, each.ours), (subject, each.theirs)) for subject, each in zip(subjects, answered, strict=True)]
-    differences = [each.difference for each in answered if each.difference]
+    subjects = [_BEST if each.topic == _BEST else each.metric.key for each in decided]
+    pairs = [((subject, each.ours), (subject, each.theirs)) for subject, each in zip(subjects, decided, strict=True)]
+    differences = [each.difference for each in decided if each.difference]
     corrected = iter(as_family(differences, pairs if over_seeds else None))
     return [replace(each, difference=next(corrected)) if each.difference else each for each in insights]
 

@@ -23,7 +23,7 @@ nothing is pooled: two trainings that failed alike look steady.
 
 **A family**: all questions of a report. Models: Holm's method (Scand. J. Stat. 6, 1979). Recipes: closed testing
 (Marcus, Peritz, Gabriel, Biometrika 63, 1976), which knows which differences can be absent together (Shaffer, JASA 81,
-1986): two equalities make a third. A question is answered if every set of equalities that has it, and can be true, is
+1986): two equalities make a third. A question is decided if every set of equalities that has it, and can be true, is
 refuted by Simes's test (Biometrika 73, 1986). That is proved for fewer kinds of dependence than Holm's method;
 docs/statistics.md has the simulation.
 
@@ -53,13 +53,13 @@ POWER = 0.8
 MAX_SEEDS = 100
 """The largest number of trainings that is proposed."""
 FEWEST_TO_SHARE = 3
-"""Trainings of each recipe from which on their spread between seeds is pooled."""
+"""Fewest trainings of each recipe that pool their spread between seeds."""
 EXPONENT = 3
 """Exponent in `pool_variances`: how fast a recipe loses the others' degrees of freedom as it spreads more. Chosen by
 simulation: with 2, as in Satterthwaite's formula, a report finds less than it could; with 4, a report of six recipes,
 one of which spreads four times as much as the others, claims something false in over 5.5 % of cases."""
 SHARE_OF_DIFFERENCES = 0.95
-"""Part of the error that better and worse have where as good as is claimed too."""
+"""Share of the error for better and worse, where as good as can be claimed too."""
 MAX_SETS = 5000
 """Sets of equalities that a closed test goes through; a family with more is corrected by Holm's method."""
 LOOKS = (3, 4, 6, 8, 12)
@@ -447,7 +447,7 @@ def holm(p_values: ArrayLike) -> Floats:
 def closed_testing(sets: Sequence[tuple[int, ...]], p_values: Floats, share: float = 1.0) -> Floats:
     """The p-values (..., questions), corrected by closed testing.
 
-    share: part of the error that a set has which leaves questions out, as these may differ by what matters.
+    share: part of the error for sets that leave questions out, as those may differ by what matters.
     """
     adjusted = np.zeros_like(p_values)
     for members in map(list, sets):

@@ -258,7 +258,7 @@ def _score_drawing(comparison: Comparison, colours: Mapping[str, str]) -> Drawin
 
 
 def _difference_drawing(metric: Metric, comparison: Comparison) -> Drawing | None:
-    """A forest plot of the insights by a metric; None if none of them has an answer."""
+    """A forest plot of the insights by a metric; None if none of them is decided."""
     primary = metric.key == comparison.report.primary.key
     rows = [
         IntervalRow(

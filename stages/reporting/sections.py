@@ -173,7 +173,7 @@ def flat_costs(comparison: Comparison) -> dict[str, float | str]:
 
 
 def evidence_table(comparison: Comparison) -> Table:
-    """A row for each question that has an answer."""
+    """A row for each question that is decided."""
     columns = (
         Column("question", "Question"),
         Column("difference", "Difference", "+.3f"),

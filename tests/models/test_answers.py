@@ -34,7 +34,7 @@ IN_PARTS = {"idefics3", "llava_next", "smolvlm"}
 """Templates that read a content in parts alone."""
 NO_SYSTEM = {"gemma"}
 OPEN_THINKING = ("deepseek_r1_distill", "deepseekv3")
-"""Templates whose prompt ends with <think>, which they leave out of answers."""
+"""Templates that end the prompt with <think>, and leave it out of answers."""
 TALKS = {
     "one turn": ("Who?", "You."),
     "two turns": ("What?", "A table", "Sure?", "yes, two\nlines"),

@@ -95,7 +95,7 @@ def test_missing_runs_limit_the_claims() -> None:
     comparison = compared({"base": 0.1, "a": None, "b": 0.6})
     assert comparison.headline.endswith("better than that of base, the only other that was run.")
     assert [missing.note for missing in comparison.missing] == ["not run: dvc repro evaluate@a"]
-    assert comparison.insights[0].words == "not answered, not run: dvc repro evaluate@a"
+    assert comparison.insights[0].words == "not decided, not run: dvc repro evaluate@a"
     alone = compared({"base": None, "a": None, "b": 0.6})
     assert alone.headline.startswith("b is the only model evaluated")
     assert not alone.conclusive
@@ -189,7 +189,7 @@ def test_recipes_are_compared_over_their_seeds() -> None:
 def test_a_recipe_with_one_seed_takes_no_part_among_several() -> None:
     comparison = compared({"a": [0.9], "b": [0.6, 0.61], "base": [0.1]})
     assert comparison.best.name == "b"
-    assert comparison.insights[0].words == "not answered, a was trained under one seed only"
+    assert comparison.insights[0].words == "not decided, a was trained under one seed only"
 
 
 def test_trainings_under_one_seed_alone_cannot_be_compared() -> None:
@@ -274,8 +274,8 @@ def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> N
     flat = flat_metrics(comparison)
     low, high = json.loads(str(flat["a.own_interval"]))
     assert low < float(flat["a.own"]) < high
-    (unanswered,) = compare(report, contenders(np.zeros(60))).insights
-    assert unanswered.words == "not answered, no sample is about Own"
+    (undecided,) = compare(report, contenders(np.zeros(60))).insights
+    assert undecided.words == "not decided, no sample is about Own"
 
 
 def test_what_another_batch_changes_is_said_where_it_was_measured() -> None:

@@ -1,4 +1,4 @@
-"""`make plan`: its answer, the inputs that it takes it from, and that it leaves no trace."""
+"""`make plan`: its prediction, the inputs that it takes it from, and that it leaves no trace."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def ask(*arguments: str) -> Result:
     return CliRunner().invoke(tool.main, arguments)
 
 
-def answer(*arguments: str) -> str:
+def output_of(*arguments: str) -> str:
     result = ask(*arguments)
     assert result.exit_code == 0, result.output + str(result.exc_info)
     return result.stdout
@@ -88,9 +88,9 @@ def command(text: str) -> str | None:
     return next(iter(re.findall(r"^run it by   (.*)$", text, re.MULTILINE)), None)
 
 
-def test_an_answer_has_budget_and_verdict_and_nothing_is_written(workspace: Path) -> None:
+def test_a_prediction_has_budget_and_verdict_and_nothing_is_written(workspace: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in workspace.rglob("*")}
-    text = answer(*on_gpu("r1-llm-only", "--gpu", "24"))
+    text = output_of(*on_gpu("r1-llm-only", "--gpu", "24"))
     assert {path: path.stat().st_mtime_ns for path in workspace.rglob("*")} == before
     assert "no data yet: the worst within max_length 512 and max_pixels 50176" in text
     entries = {name: float(gib) for name, gib in re.findall(r"^([a-z]+) +(\d+\.\d\d) GiB +\d", text, re.MULTILINE)}
@@ -102,12 +102,12 @@ def test_an_answer_has_budget_and_verdict_and_nothing_is_written(workspace: Path
 
 def test_other_values_are_tried_without_an_edit(workspace: Path, predicted: list[Plan]) -> None:
     rank = "recipes.r1-llm-only.lora.rank=8"
-    small, own = (answer(*on_gpu("r1-llm-only", *more)) for more in (("--set", rank, "--set", "seed=1"), ()))
+    small, own = (output_of(*on_gpu("r1-llm-only", *more)) for more in (("--set", rank, "--set", "seed=1"), ()))
     assert "disk      456 KiB trained" in small
     assert "disk      3.56 MiB trained" in own
     assert "changes   trainable 933,888 -> 116,736\n" in small
     assert "changes" not in own
-    half = answer(*on_gpu("r1-llm-only", "--set", f"profiles.{GPU_PROFILE}.memory.micro_batch=8"))
+    half = output_of(*on_gpu("r1-llm-only", "--set", f"profiles.{GPU_PROFILE}.memory.micro_batch=8"))
     assert "changes   GiB 16.00 -> 8.00, micro_batch 16 -> 8, grad_accumulation 1 -> 2\n" in half
     assert f"-S '++{rank}' -S '++seed=1' evaluate@r1-llm-only" in str(command(small))
     for change, problem in (("recipes.r1-llm-only.lora.ranks=8", "did you mean 'rank'"), ("seed", "KEY.KEY=VALUE")):
@@ -118,34 +118,34 @@ def test_it_ends_with_the_command_that_runs_the_cheapest_change_that_fits(
     workspace: Path, predicted: list[Plan]
 ) -> None:
     start = f"dvc exp run --temp -S profile={GPU_PROFILE}"
-    text = answer(*on_gpu("r1-llm-only", "--gpu", "8"))
+    text = output_of(*on_gpu("r1-llm-only", "--gpu", "8"))
     assert "verdict   does not fit" in text
     assert "micro_batch 16 -> 4, grad_accumulation 1 -> 4: 4.00 GiB" in text
     auto = f"-S ++profiles.{GPU_PROFILE}.memory.fit=auto"
     assert command(text) == f"{start} -S gpu=8 {auto} evaluate@r1-llm-only"
-    text = answer(*on_gpu("r1-llm-only", "--gpu", "0.5"))
+    text = output_of(*on_gpu("r1-llm-only", "--gpu", "0.5"))
     assert "micro_batch 16 -> 1, grad_accumulation 1 -> 16" in text
     assert command(text) is None
-    card = answer(*on_gpu("r1-llm-only", "--gpu", "rtx 3090"))
+    card = output_of(*on_gpu("r1-llm-only", "--gpu", "rtx 3090"))
     assert command(card) == f"{start} -S 'gpu=\"RTX 3090\"' evaluate@r1-llm-only"
-    assert command(answer(*on_gpu("r1-llm-only"))) == f"{start} evaluate@r1-llm-only"
+    assert command(output_of(*on_gpu("r1-llm-only"))) == f"{start} evaluate@r1-llm-only"
 
 
 def test_json_has_the_same_fields_and_the_batch_size_auto_is_what_fits(workspace: Path, predicted: list[Plan]) -> None:
     raw = read_params()
     raw["profiles"][GPU_PROFILE]["evaluation"]["batch_size"] = "auto"
     write_params(raw)
-    assert "4.00 GiB, 16 at once: fits" in answer(*on_gpu("r1-llm-only", "--gpu", "6"))
-    found = json.loads(answer(*on_gpu("r1-llm-only", "--gpu", "8", "--json")))
+    assert "4.00 GiB, 16 at once: fits" in output_of(*on_gpu("r1-llm-only", "--gpu", "6"))
+    found = json.loads(output_of(*on_gpu("r1-llm-only", "--gpu", "8", "--json")))
     assert (found["recipe"], found["profile"], found["memory_gb"]) == ("r1-llm-only", GPU_PROFILE, 8)
     assert (found["memory"]["verdict"], found["memory"]["prediction"]["total_bytes"]) == ("does not fit", 2**34)
     assert (found["cheapest"]["verdict"], found["cheapest"]["settings"]["micro_batch"]) == ("fits", "4")
     assert found["disk"]["merged_bytes"] > found["disk"]["trained_bytes"] > 0
-    assert found["command"] == command(answer(*on_gpu("r1-llm-only", "--gpu", "8")))
+    assert found["command"] == command(output_of(*on_gpu("r1-llm-only", "--gpu", "8")))
 
 
 def test_all_recipes_are_compared_and_no_plan_is_predicted_twice(workspace: Path, predicted: list[Plan]) -> None:
-    text = answer(*on_gpu("--all", "--gpu", "24GB,8 GB,0.5,RTX 3090"))
+    text = output_of(*on_gpu("--all", "--gpu", "24GB,8 GB,0.5,RTX 3090"))
     asked = [repr(replace(plan, recipe="", device=replace(plan.device, memory_gb=None))) for plan in predicted]
     assert len(asked) == len(set(asked))
     assert all(recipe in text for recipe in trainable_recipes(load_params().on(GPU_PROFILE)))
@@ -156,7 +156,7 @@ def test_all_recipes_are_compared_and_no_plan_is_predicted_twice(workspace: Path
     assert (verdicts.count("fits"), verdicts.count("does not fit")) == (3, 1)
     assert sizes.split() == ["16.00", "GiB", "4.00", "GiB", "1.00", "GiB", "16.00", "GiB"]
     assert changes.split() == ["micro_batch", "4"]
-    cells = json.loads(answer(*on_gpu("r1-llm-only", "--all", "--gpu", "8,RTX 3090", "--json")))
+    cells = json.loads(output_of(*on_gpu("r1-llm-only", "--all", "--gpu", "8,RTX 3090", "--json")))
     assert [(cell["recipe"], cell["memory_gb"], cell["card"]) for cell in cells] == [
         ("r1-llm-only", 8, None),
         ("r1-llm-only", 24, "RTX 3090"),
@@ -169,7 +169,7 @@ def test_a_cpu_offers_the_machines_memory(
 ) -> None:
     for total, verdict in ((2**35, "fits"), (2**29, "does not fit")):
         monkeypatch.setattr(predictor, "free_and_total_bytes", lambda total=total: (0, total))
-        text = answer("r1-llm-only")
+        text = output_of("r1-llm-only")
         assert f"verdict   {verdict}" in text
         assert (command(text) is None) == (verdict != "fits")
 
@@ -178,7 +178,7 @@ def test_with_base_and_data_it_predicts_what_the_plan_stage_does(workspace: Path
     for stage, name in (("base", "vlm"), ("prepare", "nutrition-tables"), ("plan", "r1-llm-only")):
         done(stage, name)
     planned = json.loads(Path("data/runs/r1-llm-only/memory.json").read_text())
-    found = json.loads(answer("r1-llm-only", "--json"))
+    found = json.loads(output_of("r1-llm-only", "--json"))
     assert found["memory"] == planned
     assert found["batch"] == "the largest samples of data/prepared/nutrition-tables"
     raw = read_params()

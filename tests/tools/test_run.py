@@ -81,7 +81,7 @@ NAMES = ["base", "prepare-a", "prepare-b", "evaluate-a", "compare"]
 
 @pytest.fixture
 def command() -> str:
-    r"""What DVC starts a stage \1 by."""
+    r"""The command that DVC starts a stage \1 by."""
     return r"docker/run \1"
 
 

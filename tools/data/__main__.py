@@ -164,7 +164,7 @@ def image_figures(
 def as_trained(
     params: Params, dataset: str, task: str, wanted: str | None, splits: Mapping[str, Sequence[Any]]
 ) -> tuple[Lines, str]:
-    """Figures of the samples' tokens, and one training sample as a recipe's training sees it; none of both if the
+    """Figures of the samples' tokens, and one training sample as a recipe's training sees it; neither if the
     recipe's processor is not fetched yet.
 
     wanted: the recipe; None for the first that trains on the dataset, or else the first of its task.
@@ -206,7 +206,7 @@ def as_trained(
     ]
     if not records:
         return lines, ""
-    experts = [0] * len(records) if recipe.loss == "router-labels" else None  # whichever: every token counts
+    experts = [0] * len(records) if recipe.loss == "router-labels" else None  # any recipe: every token counts
     collate = ConversationCollator(processor, records, converse, loss=recipe.loss, max_length=limit, experts=experts)
     counted, total = 0, 0
     for number in range(len(records)):

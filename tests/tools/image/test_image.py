@@ -103,7 +103,7 @@ def test_flash_attn_is_compiled_by_choice_with_the_compiler_of_torchs_cuda(
     ("has", "environment", "message"),
     [
         ([], {}, "cannot be pulled, for the reason above; build bakeoff:cpu-"),
-        ([PYTHON], {"STOPPED": "1"}, "does not answer: Cannot connect"),
+        ([PYTHON], {"STOPPED": "1"}, "does not respond: Cannot connect"),
         ([PYTHON], {"ARCH": "riscv64"}, "containers run on riscv64 here"),
     ],
 )
