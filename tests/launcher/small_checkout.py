@@ -122,7 +122,7 @@ class Command:
         return "".join(re.findall(pattern, self.output)[:1])
 
     def ended(self) -> int:
-        return self.process.wait(timeout=300)
+        return self.process.wait()
 
 
 def commit(workspace: Path) -> None:
@@ -151,8 +151,8 @@ def notes(workspace: Path) -> list[str]:
 
 
 def wait_until(is_so: Callable[[], bool], what: Callable[[], object] = str) -> None:
-    """Fails, with `what`, if it is not so within three minutes: a busy machine may take a minute to start a stage."""
-    for _ in range(3600):
+    """Fails, with `what`, if it is not so within ten minutes: a busy machine may take two to start a stage."""
+    for _ in range(12_000):
         if is_so():
             return
         time.sleep(0.05)

@@ -187,7 +187,7 @@ def opened(url: str) -> Iterator[Any]:
         # Its own sandbox works neither for root nor in most containers.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=False)
         tab = browser.new_page(viewport={"width": 1100, "height": 900})
-        tab.set_default_timeout(60_000)
+        tab.set_default_timeout(300_000)
         tab.on("request", check)
         tab.goto(url)
         yield tab
