@@ -29,7 +29,7 @@ from stages.core.locks import hold
 from stages.core.provenance import Machine
 from stages.launcher.inside import LAUNCHER_LOCK, READY
 from stages.launcher.pipeline import Request, cache_dir
-from stages.launcher.process import Ended, Image, forwarded_signals
+from stages.launcher.process import Ended, Image, forwarded_signals, wait_for
 
 CODE = ("params.yaml", "stages")
 DVC_OBJECT = re.compile(r"(/files/md5)/[0-9a-f]{2}/[0-9a-f]{30}")
@@ -238,7 +238,7 @@ def run_client(
                 time.sleep(0.05)
 
         signals.forward_to(lambda number: Thread(target=forward, args=(number,), daemon=True).start())
-        code = client.wait()
+        code = wait_for(client)
         if code != 0:
             code = failed(code if code > 0 else 128 - code)
     return signals.code_of_stage(code)

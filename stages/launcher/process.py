@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stages.core.environment import arithmetic, cpu_model, installed_packages, stage_environment, usable_cores
 from stages.core.errors import OUT_OF_MEMORY
@@ -89,6 +89,17 @@ def forwarded_signals() -> Iterator[ForwardedSignals]:
         yield signals
 
 
+def wait_for(process: subprocess.Popen[Any]) -> int:
+    """Wait for a process to end, and handle signals meanwhile; returns its exit code.
+
+    A wait without a limit ends for a signal only if that interrupts it. One that comes a moment before it begins, or to
+    another thread, would be handled when the process has ended.
+    """
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=1)
+
+
 class ProcessEngine:
     """Runs a stage with the launcher's own interpreter; restricts neither its network nor its files."""
 
@@ -132,7 +143,7 @@ def run_stage(
         preexec_fn=end_with_parent(),
     )
     signals.forward_to(child.send_signal)
-    code = child.wait()
+    code = wait_for(child)
     with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, for a group of zombies
         os.killpg(child.pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code

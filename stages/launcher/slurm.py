@@ -20,7 +20,7 @@ from stages.core.records import rebuild
 from stages.core.signals import end_with_parent
 from stages.launcher.messages import say
 from stages.launcher.pipeline import IN_STEP, PLACE_VARIABLE, Request
-from stages.launcher.process import forwarded_signals
+from stages.launcher.process import forwarded_signals, wait_for
 from stages.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
 from stages.planning.plan import read_plan
 from stages.planning.prediction import GIB, PlannedMemory
@@ -74,7 +74,7 @@ def run_step(request: Request) -> int:
             preexec_fn=end_with_parent(),
         )
         signals.forward_to(lambda _: srun.send_signal(SAVE if len(signals.received) == 1 else signal.SIGTERM))
-        code = srun.wait()
+        code = wait_for(srun)
     return 128 + signals.received[-1] if code and signals.received else code
 
 

@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,10 +13,10 @@ import psutil
 import pytest
 
 from stages.core.errors import OUT_OF_MEMORY
-from stages.core.signals import ENDING
+from stages.core.signals import ENDING, handling
 from stages.launcher import process
 from stages.launcher.engines import ENGINES
-from stages.launcher.process import ProcessEngine, oom_kills
+from stages.launcher.process import ProcessEngine, oom_kills, wait_for
 from tests.launcher.small_checkout import CALLER, Command, commit, notes, request_of, run, small_checkout, wait_until
 
 STAGE = """
@@ -127,6 +128,20 @@ def test_ended_launcher_leaves_no_process(start: Start, workspace: Path, number:
     assert launcher.ended() == (128 + number if what == "worker" else -number)
     wait_until(lambda: all(map(is_gone, noted_pids(workspace))))
     assert (notes(workspace)[-1] == f"signal {int(signal.SIGTERM)}") == (what == "saving")
+
+
+def test_a_signal_that_interrupts_no_wait_is_handled_at_once() -> None:
+    """It comes to another thread here; the same happens to one that comes just before the wait begins."""
+    main, child = threading.get_ident(), subprocess.Popen(["sleep", "600"])
+
+    def signal_this_thread() -> None:
+        while sys._current_frames()[main].f_code.co_name not in ("_try_wait", "_wait"):
+            pass
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    with handling(lambda *_: child.terminate()):
+        threading.Thread(target=signal_this_thread).start()
+        assert wait_for(child) == -signal.SIGTERM
 
 
 @ON_LINUX

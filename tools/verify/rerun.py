@@ -25,7 +25,7 @@ from stages.core.provenance import Provenance, read_provenance
 from stages.core.records import nearest, read_settings, yaml_text
 from stages.core.signals import handling
 from stages.launcher.pipeline import DeclaredStage, cache_dir, declared_stages, source_of
-from stages.launcher.process import forwarded_signals
+from stages.launcher.process import forwarded_signals, wait_for
 from stages.launcher.record import SEEN_BY_STAGES
 from stages.planning.memory_use import StageMemory
 
@@ -203,7 +203,7 @@ def launched(folder: Path, stage: DeclaredStage) -> Iterator[subprocess.Popen[by
         process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, process_group=0)
         signals.forward_to(process.send_signal)
         yield process
-        process.wait()
+        wait_for(process)
 
 
 def _record(workspace_dir: Path, stage: DeclaredStage) -> Provenance | None:
