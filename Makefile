@@ -157,7 +157,7 @@ bench: setup
 	@$(offline) $(python) -m tests.benchmarks.speed
 
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
-# Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman|apptainer)
+# Run a pipeline in real containers, and try to break out of one (ENGINE=docker|podman|apptainer)
 .PHONY: smoke
 smoke: setup-dev
 	@TARGET=cpu $(python) -m tools.image

@@ -101,6 +101,7 @@ class Command:
     """A command that was started in a workspace, in a session of its own; its output goes to a file."""
 
     def __init__(self, workspace: Path, *command: str | Path, env: Mapping[str, str], **options: Any) -> None:
+        self.workspace = workspace
         self.path = workspace.with_name(f"output-{time.monotonic_ns()}")
         with self.path.open("wb") as output:
             self.process = subprocess.Popen(

@@ -6,6 +6,7 @@ there: `make smoke` sees to it.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from stages.core.params import load_params
 from stages.launcher.engines import CONTAINER_ENGINES
 from stages.planning.resolve import resolve_plan
 from tests.documents import write_yaml
-from tests.launcher.small_checkout import commit, run, wait_until
+from tests.launcher.small_checkout import Command, commit, run, wait_until
 from tests.stage_runs import ANSWER_TOKENS, small_params
 from tests.workspaces import clone_checkout
 
@@ -89,11 +90,27 @@ def copy_of_checkout(place: Path) -> Path:
     return place
 
 
+EVALUATED = ("evaluate@r3-two-stage", "baseline@base-vlm")
+"""Stages of `finished`. With all before them and a comparison, they are every kind of stage for images."""
+
+
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workspace after its whole detection pipeline ran in containers, two at once. Not to be changed."""
+def on_the_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """The same recipes as processes of this machine, one after the other, in a workspace of its own; under way."""
+    workspace = copy_of_checkout(tmp_path_factory.mktemp("smoke") / "on the host")
+    command = (sys.executable, "-m", "dvc", "repro", EVALUATED[0])
+    running = Command(workspace, *command, env=environment(BAKEOFF_ENGINE="process", OMP_NUM_THREADS="2"))
+    yield running
+    with suppress(ProcessLookupError):
+        os.killpg(running.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def finished(on_the_host: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace after all stages of r2 and r3 ran in containers, two at once. Not to be changed."""
     workspace = copy_of_checkout(tmp_path_factory.mktemp("smoke") / "a workspace")
-    run(workspace, sys.executable, "-m", "tools.run", "compare@detection", "--jobs", "2", **environment())
+    run(workspace, sys.executable, "-m", "tools.run", *EVALUATED, "--jobs", "2", **environment())
+    dvc(workspace, "repro", "--single-item", "compare@detection")
     return workspace
 
 

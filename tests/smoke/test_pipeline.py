@@ -1,4 +1,4 @@
-"""The whole pipeline in containers: what it leaves, and what it leaves alone."""
+"""A pipeline in containers: what it leaves, and what it leaves alone."""
 
 import hashlib
 import json
@@ -12,10 +12,10 @@ import pytest
 from stages.core.provenance import read_provenance
 from stages.launcher.pipeline import declared_stages
 from stages.publishing.check import check_published
-from tests.launcher.small_checkout import commit, run
-from tests.smoke.conftest import ENGINE, copy_of_checkout, dvc
+from tests.launcher.small_checkout import Command, commit, run
+from tests.smoke.conftest import ENGINE, EVALUATED, dvc
 
-# The whole pipeline is run by the first test that looks at it.
+# The pipeline is run by the first test that looks at it.
 pytestmark = [pytest.mark.engine, pytest.mark.pipeline, pytest.mark.timeout(1200)]
 
 
@@ -24,9 +24,10 @@ def sha256(path: Path) -> str:
 
 
 def test_a_second_run_has_nothing_to_do(finished: Path) -> None:
-    said = dvc(finished, "repro", "compare@detection")
-    assert "Running stage" not in said
-    assert "Data and pipelines are up to date" in said
+    for targets in (EVALUATED, ("--single-item", "compare@detection")):
+        said = dvc(finished, "repro", *targets)
+        assert "Running stage" not in said
+        assert "Data and pipelines are up to date" in said
 
 
 def test_every_file_belongs_to_the_caller(finished: Path) -> None:
@@ -49,11 +50,10 @@ def test_only_declared_outputs_are_in_the_workspace(finished: Path) -> None:
 
 
 def test_containers_and_processes_side_by_side_and_in_turn_give_the_same_weights_byte_for_byte(
-    finished: Path, tmp_path: Path
+    finished: Path, on_the_host: Command
 ) -> None:
     """With the same recipe, seed and locked packages; Python's build and the number of threads may differ."""
-    workspace = copy_of_checkout(tmp_path / "on the host")
-    dvc(workspace, "repro", "evaluate@r3-two-stage", BAKEOFF_ENGINE="process", OMP_NUM_THREADS="2")
+    assert on_the_host.process.wait() == 0, on_the_host.output
     for path in (
         "prepared/nutrition-tables/train.parquet",
         "runs/r2-vision-only/trained/weights.safetensors",
@@ -62,29 +62,21 @@ def test_containers_and_processes_side_by_side_and_in_turn_give_the_same_weights
         "runs/r3-two-stage/merged/model.safetensors",
         "runs/r3-two-stage/predictions.parquet",
     ):
-        assert sha256(workspace / "data" / path) == sha256(finished / "data" / path), path
+        assert sha256(on_the_host.workspace / "data" / path) == sha256(finished / "data" / path), path
 
 
-def test_two_processes_train_together_without_a_network(finished: Path, tmp_path: Path) -> None:
-    workspace = copy_of(finished, tmp_path)
-    ddp = (
-        "++profiles.tiny.device.count=2",
-        "++recipes.r1-llm-only.max_steps=1",
-    )
-    dvc(workspace, "exp", "run", *(option for change in ddp for option in ("-S", change)), "train@r1-llm-only")
-    training = json.loads((workspace / "data/runs/r1-llm-only/training/training.json").read_text())
-    assert training["num_steps"] == 1
-
-
-def test_inputs_that_are_links_to_dvcs_cache_and_tracked_runs_work_in_containers(
+def test_two_tracked_processes_train_together_without_a_network_on_links_to_dvcs_cache(
     finished: Path, tmp_path: Path
 ) -> None:
     workspace = copy_of(finished, tmp_path)
     dvc(workspace, "config", "--local", "cache.type", "symlink")
-    dvc(workspace, "checkout", "--relink", "--with-deps", "compare@detection")
+    dvc(workspace, "checkout", "--relink", "--with-deps", *EVALUATED)
     assert (workspace / "data/bases/vlm/config.json").is_symlink()
-    tracked_step = ("-S", "tracking.to=[wandb]", "-S", "++recipes.r1-llm-only.max_steps=1")
-    dvc(workspace, "exp", "run", *tracked_step, "train@r1-llm-only", "baseline@base-vlm")
+    changes = ("tracking.to=[wandb]", "++profiles.tiny.device.count=2", "++recipes.r2-vision-only.max_steps=1")
+    options = (option for change in changes for option in ("-S", change))
+    dvc(workspace, "exp", "run", *options, "train@r2-vision-only", "baseline@base-vlm")
+    training = json.loads((workspace / "data/runs/r2-vision-only/training/training.json").read_text())
+    assert training["num_steps"] == 1
     dvc(workspace, "repro", "--single-item", "compare@detection")
     tracked = workspace / ".bakeoff/tracking/wandb"
     assert list(tracked.glob("offline-run-*/*.wandb"))
@@ -94,13 +86,13 @@ def test_inputs_that_are_links_to_dvcs_cache_and_tracked_runs_work_in_containers
 
 def test_a_run_is_published_and_a_copy_of_it_proves_itself_elsewhere(finished: Path, tmp_path: Path) -> None:
     workspace = copy_of(finished, tmp_path)
-    dvc(workspace, "repro", "--single-item", "publish@r4-joint")
-    record = read_provenance(workspace / "data/provenance/publish@r4-joint.json")
+    dvc(workspace, "repro", "--single-item", "publish@r3-two-stage")
+    record = read_provenance(workspace / "data/provenance/publish@r3-two-stage.json")
     assert record.engine == ENGINE
-    checked = check_published(Path(shutil.copytree(workspace / "data/published/r4-joint", tmp_path / "elsewhere")))
-    assert [record.stage for record in checked.records] == [
-        f"{name}@r4-joint" for name in ("train", "merge", "evaluate")
-    ]
+    published = workspace / "data/published/r3-two-stage"
+    checked = check_published(Path(shutil.copytree(published, tmp_path / "elsewhere")))
+    made = (f"{kind}@{name}" for name in ("r2-vision-only", "r3-two-stage") for kind in ("train", "merge"))
+    assert [record.stage for record in checked.records] == [*made, "evaluate@r3-two-stage"]
 
 
 def copy_of(finished: Path, tmp_path: Path) -> Path:
