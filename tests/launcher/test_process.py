@@ -94,7 +94,7 @@ def is_gone(pid: int) -> bool:
 
 def started_and_ready(start: Start, workspace: Path, *args: str, **environment: str) -> Command:
     launcher = start("train", "wait", *args, **environment)
-    wait_until(lambda: "ready" in notes(workspace))
+    wait_until(lambda: "ready" in notes(workspace), lambda: launcher.output)
     return launcher
 
 
