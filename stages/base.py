@@ -16,7 +16,7 @@ from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import short, write_lineage
 from stages.core.params import load_params
-from stages.data.sources import fetch_snapshot
+from stages.data.hub import fetch_snapshot
 from stages.models.folders import MODEL_FILES, check_model_folder, copy_model_files
 from stages.models.load import load_config
 from stages.models.prompts import check_chat_template

@@ -118,6 +118,13 @@ def test_stage_declares_the_code_it_runs(name: str) -> None:
     assert [dep for dep in declared if not any(path.is_relative_to(dep) for path in used)] == [], "declared, not used"
 
 
+@pytest.mark.parametrize("kind", ["train", "merge", "evaluate", "baseline"])
+def test_a_comment_in_code_of_prepare_alone_reruns_nothing_that_runs_a_model(kind: str) -> None:
+    declared = {path for name in PIPELINE if name.partition("@")[0] == kind for path in declared_code(PIPELINE[name])}
+    alone = ("folder", "given_images", "hub", "near", "prepared", "sources")
+    assert declared & {f"stages/data/{module}.py" for module in alone} == set()
+
+
 @pytest.mark.parametrize("kind", ["train", "merge"])
 def test_a_comment_trains_and_merges_nothing_that_does_not_run_it(kind: str) -> None:
     recipes = [name for name in PIPELINE if name.partition("@")[0] == kind]

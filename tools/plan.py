@@ -26,7 +26,7 @@ from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, Params
 from stages.core.tasks import load_task, reader_of
-from stages.data.prepared import STATS_FILE, read_origin
+from stages.data.splits import STATS_FILE, read_origin
 from stages.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, time_text
 from stages.models.folders import GEOMETRIES_DIR
 from stages.planning.cards import named_card

@@ -37,15 +37,6 @@ def count_rows(path: Path) -> int:
         return int(file.metadata.num_rows)
 
 
-def missing_columns(path: Path, required: Sequence[str]) -> list[str]:
-    """The columns of `required` that the file lacks; `outer.inner` is a field of a struct, or of a list of structs.
-
-    Raises UserError if the file is not parquet.
-    """
-    names = set(column_names(read_schema(path)))
-    return [name for name in required if name not in names]
-
-
 def column_names(columns: Iterable[pa.Field], outer: str = "") -> Iterator[str]:
     """The name of each column, and `outer.inner` of each field of a struct, or of a list of structs."""
     for column in columns:

@@ -1,7 +1,6 @@
-"""Prepared datasets: from samples as a task reads them to the splits that training and evaluation read, and back.
+"""From samples as a task reads them to the splits of a prepared dataset (stages/data/splits.py reads these).
 
-A prepared folder holds stats.json and a parquet file of each split: train, val, and test or selection if there is one.
-It appears only once every check has passed: each sample well-formed, no split empty, and no subject in two of them.
+The folder appears only once every check has passed: each sample well-formed, no split empty, and no subject in two.
 """
 
 from __future__ import annotations
@@ -12,29 +11,25 @@ import json
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
 import pyarrow as pa
-from pydantic import ConfigDict
 
 from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams
-from stages.core.records import read_record, rebuild
 from stages.core.tasks import reader_of
 from stages.data.groups import Grouped, connected, groups_of
 from stages.data.near import Description, near_duplicates
-from stages.data.parquet import read_rows, read_schema, write_rows
+from stages.data.parquet import write_rows
 from stages.data.sources import READ_ON, Place, WrongSplit, files_by_split
+from stages.data.splits import STATS_FILE, to_row
 from stages.data.texts import UnreadableText
 
-STATS_FILE = "stats.json"
-IMAGE_COLUMN = "images"
-"""The column of the images that conversations show, one or several a row."""
 SPLITS = ("train", "val", "test", "selection")
 MAX_ALIKE = 3
 """Problems of one kind and file that have a line each; more of them have one line."""
@@ -42,7 +37,6 @@ MAX_UNUSED = 20
 """Unused files named in stats.json and in the log; the rest are counted."""
 
 log = logging.getLogger("stages")
-T = TypeVar("T")
 
 
 class Record(Grouped, Protocol):
@@ -50,9 +44,6 @@ class Record(Grouped, Protocol):
 
     def content(self) -> Sequence[Any]:
         """All fields but where the record was read, as JSON values; the first names the record in messages."""
-
-    def description(self) -> Description:
-        """The description that finds near-duplicates (`near`)."""
 
 
 R = TypeVar("R", bound=Record)
@@ -72,6 +63,8 @@ class Rules(Generic[R]):
     """The files that the task reads, for messages."""
     subject: str
     """A word for what may not be in two splits."""
+    describe: Callable[[R], Description]
+    """The description of a record by which near-duplicates are found (`near`)."""
     held_out: float
     """Share of the subjects that becomes the validation split of a dataset that has none: always the same ones."""
     separate_groups: bool = False
@@ -195,7 +188,7 @@ def write_prepared(
     if unused := stats["unused_files"]:
         log.warning("not read: %s", ", ".join(unused))
     if near := preparation.near:
-        words, samples = join_truncated(near_words(near), 1), pluralize(len(near), "sample")
+        samples, words = pluralize(len(near), "sample"), join_truncated(near, 1)
         log.warning("%s may make scores too good, near-duplicates of another split: %s", samples, words)
     for name, read in preparation.splits.items():
         for other, count in read.in_groups.items():
@@ -261,8 +254,8 @@ class _Preparation(Generic[R]):
         self.splits: dict[str, _Split[R]] = {name: _Split() for name in SPLITS if name in names}
         self.described: dict[str, list[tuple[Place, Description]]] = {}
         """The place and description of each sample of a split, in the order in which splits are read."""
-        self.near: list[tuple[str, Place, str, Place]] = []
-        """Near-duplicates in two splits, once all are read."""
+        self.near: list[str] = []
+        """A line for each sample that resembles one of another split, once all are read."""
 
     def records(self) -> Iterator[tuple[str, Iterator[R]]]:
         """Each split with its records, to be consumed in this order: of a subject in two splits, the first keeps it."""
@@ -287,7 +280,7 @@ class _Preparation(Generic[R]):
                     self.splits[split].in_groups[group_at[0]] += 1
                 digest = hashlib.sha256(f"selection {record.group or record.subject()}".encode()).digest()
                 set_aside = split == "train" and int.from_bytes(digest[:4], "big") < share * 2**32
-                self.described["selection" if set_aside else split].append((place, record.description()))
+                self.described["selection" if set_aside else split].append((place, self.rules.describe(record)))
                 if set_aside:
                     aside.append(record)
                 else:
@@ -337,11 +330,12 @@ class _Preparation(Generic[R]):
                 "Remove each from one of them, or set data.skip_invalid: true in params.yaml, which keeps it in test "
                 "rather than val, and in val rather than train"
             )
-        self.near = list(near_duplicates(self.described))
+        near = near_duplicates(self.described)
+        self.near = [f"{split} {place} resembles {other} {there}" for split, place, other, there in near]
         if self.near and self.data.near_duplicates == "refuse":
             raise UserError(
                 f"{self.dataset.source} has {pluralize(len(self.near), 'near-duplicate')} in two splits:\n"
-                f"{listed(near_words(self.near))}\n"
+                f"{listed(self.near)}\n"
                 "Remove each from one of them, or set data.near_duplicates: count in params.yaml"
             )
         for name, split in self.splits.items():
@@ -380,7 +374,7 @@ class _Preparation(Generic[R]):
             "unused_files": unused[:MAX_UNUSED] + more,
             **({"parts": self.dataset.parts} if self.dataset.parts else {}),
             **({"unread_fields": dict(fields)} if (fields := sorted(self.dataset.unread_fields.items())) else {}),
-            **({"near_duplicates": near_words(self.near)} if self.near else {}),
+            **({"near_duplicates": self.near} if self.near else {}),
             "splits": {name: self._split_stats(name, split) for name, split in self.splits.items()},
         }
 
@@ -422,89 +416,3 @@ def counted(fields: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(fields.items()))
 
 
-def near_words(near: Sequence[tuple[str, Place, str, Place]]) -> list[str]:
-    return [f"{split} {place} resembles {other} {there}" for split, place, other, there in near]
-
-
-def to_row(record: Any, schema: pa.Schema) -> dict[str, Any]:
-    """A record as a row of a prepared split: its attributes of the columns' names."""
-    return {name: getattr(record, name) for name in schema.names}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A dataset of a mix."""
-
-    source: str
-    asked: int | None
-    """Training samples to take at most; None for all."""
-
-    __pydantic_config__ = ConfigDict(strict=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """The source of a prepared dataset."""
-
-    source: str
-    """With the full commit of a hub dataset."""
-    parts: dict[str, Part] = field(default_factory=dict)
-    """The datasets of a mix, by name."""
-
-    __pydantic_config__ = ConfigDict(strict=True)
-
-
-def read_origin(prepared_dir: Path) -> Origin:
-    """Reads stats.json. Raises UserError if it is missing or damaged."""
-    return read_record(Origin, prepared_dir / STATS_FILE, fix=rebuild(f"prepare@{prepared_dir.name}"))
-
-
-def shows_images(prepared_dir: Path) -> bool:
-    """Whether conversations of a dataset show images: if any split has some, all have the column."""
-    return IMAGE_COLUMN in read_schema(prepared_dir / "train.parquet", fix=_rebuild(prepared_dir)).names
-
-
-def read_prepared(
-    prepared_dir: Path,
-    split: str,
-    schema: pa.Schema,
-    parse: Callable[[dict[str, Any]], T],
-    *,
-    may_lack: Collection[str] = (),
-    may_have: Sequence[pa.Field] = (),
-) -> list[T]:
-    """The records of a split that `write_prepared` wrote, in their order, at least one.
-
-    parse: makes a record of a row, which was checked before it was written. may_lack: columns whose value may be
-    missing. may_have: further columns at the end of some files, in this order.
-    Raises UserError if the split is not prepared, damaged, or another task's.
-    """
-    path, fix = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
-    if not path.is_file():
-        if (prepared_dir / STATS_FILE).is_file() and split == "test":
-            where = f"splits.test of the dataset {prepared_dir.name}"
-            raise UserError(f"{prepared_dir} has no test split; name its files in params.yaml, below {where}")
-        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
-    found = read_schema(path, fix=fix)
-    for column in may_have:
-        schema = schema.append(column) if column.name in found.names else schema
-    if not found.equals(schema):
-        wrong = [*_beyond(found, schema), *(f"no {column}" for column in _beyond(schema, found))]
-        raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {fix}")
-    records = []
-    for number, row in enumerate(read_rows(path, fix=fix)):
-        if missing := [name for name, value in row.items() if value is None and name not in may_lack]:
-            raise UserError(f"{path} row {number}: {', '.join(missing)} is missing; {fix}")
-        records.append(parse(row))
-    if not records:
-        raise UserError(f"{path} has no row; {fix}")
-    return records
-
-
-def _beyond(one: pa.Schema, other: pa.Schema) -> list[str]:
-    """The columns of one that the other lacks."""
-    return [f"{column.name} ({column.type})" for column in one if not any(map(column.equals, other))]
-
-
-def _rebuild(prepared_dir: Path) -> str:
-    return f"rebuild it with: {rebuild(f'prepare@{prepared_dir.name}')}"

@@ -1,4 +1,4 @@
-"""Sources of models and datasets: a repository of the hub or a folder, and the files of a dataset's splits."""
+"""Sources of datasets: a folder or a repository of the hub, and the files of the splits."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
-from stages.core.errors import UserError, join_truncated, listed, pluralize
+from stages.core.errors import UserError, join_truncated, pluralize
 from stages.core.given_files import require_own
 from stages.core.params.schema import SplitParams
-from stages.data.parquet import count_rows, missing_columns, read_rows
+from stages.data.hub import fetch_snapshot
+from stages.data.parquet import count_rows, read_rows
 
 READ_ON = "see docs/data.md"
 VALIDATION = ("val", "dev", "test")
 """Splits to validate on; the first that any file has counts."""
-_NAMES = {"train": "train|training", "val": "val|valid|validation", "dev": "dev", "test": "test|testing"}
-"""Words with which the names of a split's files begin."""
+SPLIT_WORDS = {name: name for name in ("train", *VALIDATION)}
+SPLIT_WORDS |= {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
 MAX_FILES, MAX_NAMED = 10_000, 3
 
 
@@ -39,53 +40,6 @@ class Place:
 
     def __str__(self) -> str:
         return self.file if self.number is None else f"{self.file} {self.unit} {self.number}"
-
-
-def fetch_snapshot(
-    repo_type: Literal["model", "dataset"], repo_id: str, revision: str, *, patterns: Sequence[str]
-) -> tuple[Path, str]:
-    """Download the files of a hub repository that match `patterns`, or find them in the local cache.
-
-    revision: a full commit, the first 7 or more hex digits of one, or a branch or tag.
-    Returns the folder and the full commit it holds. Only a full commit can be found in the cache without a network.
-    Raises UserError if the repository or the revision does not exist, or the hub cannot be reached.
-    """
-    # Slow to import, and needed for this source only.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
-
-    try:
-        commit = _full_commit(repo_type, repo_id, revision)
-        folder = snapshot_download(repo_id, repo_type=repo_type, revision=commit, allow_patterns=list(patterns))
-    # OSError: no such repository, not in the cache, offline mode. HTTPError: no connection, whatever library makes it.
-    except (OSError, HTTPError, HFValidationError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(
-            f"could not fetch the {repo_type} {repo_id}@{revision} from the hub: {reason.strip().rstrip('.')}. "
-            "Check the name, the revision and the network (HF_HUB_OFFLINE must be unset), "
-            "or use a copy on disk with folder:PATH"
-        ) from error
-    return Path(folder), commit
-
-
-def _full_commit(repo_type: str, repo_id: str, revision: str) -> str:
-    if re.fullmatch("[0-9a-f]{40}", revision):
-        return revision
-    from huggingface_hub import HfApi
-
-    if not re.fullmatch("[0-9a-f]{7,39}", revision):
-        commit = HfApi().repo_info(repo_id, revision=revision, repo_type=repo_type).sha
-        assert commit is not None, f"the hub gave no commit for {repo_id}@{revision}"
-        return commit
-    # The hub resolves branches and full commits only.
-    commits = [commit.commit_id for commit in HfApi().list_repo_commits(repo_id, repo_type=repo_type)]
-    matching = [commit for commit in commits if commit.startswith(revision)]
-    if len(matching) != 1:
-        count = pluralize(len(matching), "commit")
-        raise UserError(
-            f"{count} of {repo_id} on the hub start with {revision}, expected one; the newest is {commits[0]}"
-        )
-    return matching[0]
 
 
 def source_folder(source: str, *, known: str = "folder:PATH or hub:OWNER/NAME@REVISION") -> Path:
@@ -114,26 +68,14 @@ def parquet_folder(source: str) -> tuple[Path, str]:
     return source_folder(source), source
 
 
-def read_parquet_files(
-    folder: Path, paths: Sequence[Path], *, required: Sequence[str], expected: str, also: Sequence[str] = ()
+def table_rows(
+    folder: Path, path: Path, columns: Sequence[str] | None = None
 ) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The raw rows of a folder's files, in their order.
-
-    required: columns, `outer.inner` for a field of a struct. also: columns that a file may lack. Others are not read.
-    expected: describes the files, for the message of the UserError raised if a column is missing.
-    """
-    lacking = [(path, ", ".join(missing)) for path in paths if (missing := missing_columns(path, required))]
-    if lacking:
-        lines = [f"{path} lacks {columns}, for all {count_rows(path)} rows" for path, columns in lacking]
-        raise UserError(f"columns are missing:\n{listed(lines)}\nExpected: {expected}; {READ_ON}")
-    columns = dict.fromkeys(name.partition(".")[0] for name in (*required, *also))
-    for path in paths:
-        file = path.relative_to(folder).as_posix()
-        rows = read_rows(path, list(columns))
-        # disable=None shows it on a terminal only.
-        shown = tqdm(rows, desc=file, total=count_rows(path), unit=" rows", leave=False, disable=None)
-        for number, row in enumerate(shown):
-            yield Place(file, number, "row"), row
+    """The rows of a parquet file, or these columns of them, with the place of each."""
+    file = path.relative_to(folder).as_posix()
+    # disable=None shows it on a terminal only.
+    rows = tqdm(read_rows(path, columns), file, count_rows(path), leave=False, unit=" rows", disable=None)
+    return ((Place(file, number, "row"), row) for number, row in enumerate(rows))
 
 
 class WrongSplit(UserError):
@@ -144,22 +86,19 @@ class WrongSplit(UserError):
 def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
     """The files that the dataset's `splits` names, by split. Raises WrongSplit."""
     found: dict[str, list[Path]] = {}
-    for split, patterns in splits.patterns().items():
-        found[split] = []
-        for pattern in patterns:
-            here = f"splits.{split}: {pattern!r}"
-            try:
-                forms = {pattern, *(unicodedata.normalize(form, pattern) for form in ("NFC", "NFD"))}
-                matching = sorted({path for each in forms for path in folder.glob(each) if not path.is_dir()})
-            except (ValueError, NotImplementedError) as error:  # a path that is absolute, or `**` within a name
-                raise WrongSplit(f"{here} is no pattern of paths below a folder: {error}") from None
-            if not matching:
-                raise WrongSplit(f"{here} matches no file of {folder}: {describe_folder(folder)}")
-            for path in matching:
-                require_own(path, folder)
-            if twice := [path for path in matching if any(path in paths for paths in found.values())]:
-                raise WrongSplit(f"splits.{split}: {twice[0]} is matched by another pattern too")
-            found[split] += matching
+    for split, pattern in ((split, pattern) for split, some in splits.patterns().items() for pattern in some):
+        here, forms = f"splits.{split}: {pattern!r}", {unicodedata.normalize(form, pattern) for form in ("NFC", "NFD")}
+        try:
+            matching = {path for each in {pattern, *forms} for path in folder.glob(each) if not path.is_dir()}
+        except (ValueError, NotImplementedError) as error:  # a path that is absolute, or `**` within a name
+            raise WrongSplit(f"{here} is no pattern of paths below a folder: {error}") from None
+        if not matching:
+            raise WrongSplit(f"{here} matches no file of {folder}: {describe_folder(folder)}")
+        for path in sorted(matching):
+            require_own(path, folder)
+            if any(path in paths for paths in found.values()):
+                raise WrongSplit(f"splits.{split}: {path} is matched by another pattern too")
+        found.setdefault(split, []).extend(sorted(matching))
     return found
 
 
@@ -172,19 +111,14 @@ def files_by_split(
     named_train: whether files to train on are called so; else, without any train*, all others are.
     expected: describes the files, for the message of the UserError raised if there are none to train on.
     """
-    named = named_files(folder, splits)
-    taken = {path for paths in named.values() for path in paths}
-
-    def beginning_with(begin: str) -> list[Path]:
-        word = re.compile(f"({_NAMES[begin]})(?![a-z])", re.IGNORECASE)
-        return [path for path in files if word.match(path.name) and path not in taken]
-
-    found = {"train": beginning_with("train")}
-    if not (named_train or found["train"] or "train" in named):
-        return {"train": [path for path in files if path not in taken], **named}
-    if val := next((some for name in VALIDATION if name not in named and (some := beginning_with(name))), None):
-        found["val"] = val
-    found |= named
+    named, by_word = named_files(folder, splits), defaultdict[str, list[Path]](list)
+    others = [path for path in files if not any(path in paths for paths in named.values())]
+    for path in others:
+        by_word[SPLIT_WORDS.get(re.split("[^a-z]", path.name.lower(), maxsplit=1)[0], "")].append(path)
+    if not (named_train or by_word["train"] or "train" in named):
+        return {"train": others, **named}
+    validation = next((name for name in VALIDATION if by_word[name] and name not in named), None)
+    found = {"train": by_word["train"], **({"val": by_word[validation]} if validation else {}), **named}
     if not found["train"]:
         raise UserError(f"{folder} has no training files: {describe_folder(folder)}. Expected: {expected}; {READ_ON}")
     return found

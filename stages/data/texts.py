@@ -1,4 +1,4 @@
-"""Texts of a dataset: reading files of them, comparing them, and the chat markup that none may contain."""
+"""Texts: reading files of them, comparing them, and the chat markup that none may contain."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which is no character."""
 
 
-class UnreadableText(ValueError):
-    """Raised for a file that is not UTF-8, empty, or may not be read."""
+class UnreadableText(UserError):
+    """Raised for a file that is empty, not UTF-8, or of another form."""
 
 
 class EmptyText(UnreadableText):
@@ -58,21 +58,18 @@ def json_objects(text: str) -> tuple[str, Iterator[tuple[int, dict[str, Any] | s
     """
     # splitlines() would also break at U+2028; a carriage return within a text is escaped in JSON.
     lines = [each for each in enumerate(re.split("\r\n?|\n", text), start=1) if each[1].strip()]
-    first = _json(lines[0][1])
-    several = len(lines) > 1
-    if isinstance(first, list) and not several:
-        return "entry", ((number, _object(each)) for number, each in enumerate(first, start=1))
-    if isinstance(first, Unreadable) and several and text.lstrip()[0] in "[{":
-        whole = _json(text)
-        if isinstance(whole, list):
-            return "entry", ((number, _object(each)) for number, each in enumerate(whole, start=1))
-        if text.lstrip()[0] == "[" or isinstance(whole, dict):
-            found = f"a JSON array, but {whole}" if isinstance(whole, Unreadable) else "a single JSON object"
-            raise UnreadableText(f"{found}; expected an object in each line, or an array of objects")
-    return "line", ((number, _object(_json(line))) for number, line in lines)
+    whole, begin, several = json_value(lines[0][1]), text.lstrip()[0], len(lines) > 1
+    if several:
+        whole = json_value(text) if isinstance(whole, Unreadable) and begin in "[{" else None
+    if isinstance(whole, list):
+        return "entry", ((number, _object(each)) for number, each in enumerate(whole, start=1))
+    if several and (isinstance(whole, dict) or (isinstance(whole, Unreadable) and begin == "[")):
+        found = f"a JSON array, but {whole}" if isinstance(whole, Unreadable) else "a single JSON object"
+        raise UnreadableText(f"{found}; expected an object in each line, or an array of objects")
+    return "line", ((number, _object(json_value(line))) for number, line in lines)
 
 
-def _json(text: str) -> Any:
+def json_value(text: str) -> Any:
     """The value of a JSON text, or Unreadable with the reason why it has none."""
     try:
         return json.loads(text, object_pairs_hook=distinct)
@@ -88,9 +85,14 @@ def _object(value: Any) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else f"a JSON object is expected, found {shown(value)}"
 
 
+def composed(text: str) -> str:
+    """The text in NFC. Archives unpacked on macOS have `é` as two characters, which look like the one."""
+    return unicodedata.normalize("NFC", text)
+
+
 def same_text(text: str) -> str:
     """Equal for texts that differ only in how Unicode composes their letters, in white space or in case."""
-    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
+    return " ".join(composed(text).casefold().split())
 
 
 def markup_problem(*texts: str) -> str | None:

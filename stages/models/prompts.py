@@ -27,7 +27,7 @@ from stages.core.params.schema import ImageParams
 from stages.core.records import shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
-from stages.data.prepared import shows_images
+from stages.data.splits import shows_images
 from stages.internals.transformers_internals import num_image_tokens
 from stages.models.answers import ANSWER, NEXT, Messages, Turn, answer_spans, find_turn
 from stages.models.load import NO_MODEL, library_errors, load_config

@@ -19,7 +19,7 @@ from stages.core.lineage import Lineage, lineage_lines, short
 from stages.core.params.schema import Params
 from stages.core.provenance import Provenance
 from stages.data.conversation import Conversation
-from stages.data.prepared import read_origin
+from stages.data.splits import read_origin
 from stages.publishing.check import MODEL_CARD_FILE
 from stages.reporting.compare import Comparison, Contender
 from stages.reporting.runs import EXAMPLE_KINDS, EXAMPLES_DIR, Run

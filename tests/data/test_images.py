@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import ExifTags, Image, ImageEnhance, ImageFile, ImageFilter, ImageOps
 
-from stages.data import images
-from stages.data.images import MAX_IMAGE_PIXELS, MAX_SCANS, ImageRecord, num_scans, parse_image
+from stages.data import given_images as images
+from stages.data.given_images import MAX_IMAGE_PIXELS, MAX_SCANS, num_scans, parse_image
+from stages.data.images import ImageRecord
 from stages.data.near import describe_image, near_duplicates
 from tests import ROOT
 from tests.data.images import bomb, patch_jpeg, png

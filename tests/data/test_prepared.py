@@ -34,8 +34,9 @@ class Word:
     def content(self) -> list[Any]:
         return [self.word, self.number]
 
-    def description(self) -> Description:
-        return describe_text(self.word.replace("_", " "))
+
+def described(word: Word) -> Description:
+    return describe_text(word.word.replace("_", " "))
 
 
 def samples(file: str, words: Iterable[str]) -> list[Sample[Word]]:
@@ -68,6 +69,7 @@ def prepare(
         summary=summary,
         expected="files of words",
         subject="word",
+        describe=described,
         held_out=0.25,
         separate_groups=separate_groups,
     )
@@ -242,7 +244,9 @@ def test_fields_that_are_not_read_are_counted_or_refused(
     tmp_path: Path, strict: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "stages")
-    rules: Rules[Word] = Rules(schema=SCHEMA, summary=lambda *_: {}, expected="", subject="word", held_out=0.25)
+    rules: Rules[Word] = Rules(
+        schema=SCHEMA, summary=lambda *_: {}, expected="", subject="word", describe=described, held_out=0.25
+    )
     splits = {"train": samples("train.txt", "ab"), "val": samples("val.txt", "c")}
     fields = Counter({"source": 2, "score": 1})
     dataset = RawDataset(rules=rules, source="folder:in", splits=splits, unread_fields=fields, strict=strict)

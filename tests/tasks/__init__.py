@@ -8,7 +8,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams, SplitParams
 from stages.core.tasks import load_task
-from stages.data import prepared
+from stages.data.prepared import prepare as prepare_dataset
 from tests import ROOT
 
 TASKS = sorted(path.parent.name for path in ROOT.glob("stages/tasks/*/report.py"))
@@ -37,7 +37,7 @@ def prepare(
     named = SplitParams(**splits or {})
     dataset = DatasetParams(task=task, source=source, splits=named, limit=limit, mix=mix, reader=settings)
     data = DataParams(skip_invalid=skip_invalid, selection=selection)
-    return prepared.prepare(load_task(task, "sources"), dataset, data, out_dir, path="datasets.made-up")
+    return prepare_dataset(load_task(task, "sources"), dataset, data, out_dir, path="datasets.made-up")
 
 
 def refusal(task: str, source: str, out_dir: Path, **options: Any) -> str:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stages.core.errors import UserError
 from stages.core.tasks import load_task
 from stages.data.parquet import write_rows
-from stages.data.prepared import to_row
+from stages.data.splits import to_row
 from stages.tasks.amr.samples import parse_record
 from tests.damage import damaged_bytes, quick
 from tests.tasks import TASKS, asked_of_a_model

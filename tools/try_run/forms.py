@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from stages.core.errors import UserError
 from stages.core.tasks import reader_of
 from stages.data.conversation import Conversation, message
-from stages.data.images import parse_image
+from stages.data.given_images import parse_image
 from stages.data.texts import markup_problem
 from stages.planning.plan import read_plan
 from stages.tasks.amr import predictions as amr

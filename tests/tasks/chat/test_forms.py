@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages.core.errors import UserError
+from stages.data.texts import composed
 from stages.tasks.chat.samples import read_split
 from stages.tasks.chat.sources import Reader
 from stages.tasks.chat.sources.forms import LEARNT, REFUSED
@@ -359,4 +360,4 @@ def test_names_of_images_are_compared_as_they_are_read(tmp_path: Path, on_disk: 
     rows = [{**line(1), "image": f"{in_row}/{in_row}.png"}, {**line(2), "image": f"{in_row}/{in_row}.PNG"}]
     _, problems = prepared(tmp_path, "line", rows)
     assert read_split(tmp_path / "out", "train")[0].shown_images[0].image == CAT
-    assert "no readable file of the dataset's folder (did you mean" in problems[1]
+    assert f"there is none, only {composed(on_disk)}/{composed(on_disk)}.png" in problems[1]

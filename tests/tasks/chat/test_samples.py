@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stages.core.errors import UserError
-from stages.data.prepared import to_row
+from stages.data.splits import to_row
 from stages.models.prompts import count_tokens, encode, rendered, tokenizer_of
 from stages.tasks.chat.samples import SCHEMA, Message, Record, conversation, probes, read_split
 from stages.training.batches import IGNORED, ConversationCollator

@@ -162,11 +162,11 @@ WRONG: list[tuple[Any, list[str]]] = [
     ({"messages": asked(IMAGE)}, ["1 place of an image, but 0 images"]),
     ({**with_image("a.png"), "image": "a.png"}, ["image and images are both set"]),
     ({**with_image("a.png"), "messages": [USER, {**ANSWER, "content": [IMAGE]}]}, ["message 2 shows an image"]),
-    (with_image("../a.png"), ["image 1 is '../a.png'"]),
-    (with_image("link.png"), ["image 1 is 'link.png'"]),
-    (with_image("pipe.png"), ["image 1 is 'pipe.png'"]),
-    (with_image("\0", "", 7), ["image 1 is '\\x00'", "image 2 is ''", "image 3 is 7"]),
-    (with_image({"bytes": "x"}), ["image 1 is {'bytes': 'x'}"]),
+    (with_image("../outside.png"), ["image 1: '../outside.png': there is none"]),
+    (with_image("link.png"), ["image 1: ", "link.png leads out of"]),
+    (with_image("pipe.png"), ["image 1: ", "pipe.png is no plain file"]),
+    (with_image("\0", "", 7), ["image 1: '\\x00': there is none", "image 2: found ''", "image 3: found 7"]),
+    (with_image({"bytes": "x"}), ["image 1: found {'bytes': 'x'}, expected the path of a file"]),
     (with_image("a.png", "bad.png"), ["image 2: unreadable image"]),
     (with_image("bomb.png"), ["image 1: unreadable image: 10000 x 10000 pixels, more than max_image_pixels"]),
     (with_image("long.png"), ["image 1: unreadable image: 900 x 2 pixels: one side is more"]),
@@ -176,10 +176,10 @@ WRONG: list[tuple[Any, list[str]]] = [
 def test_every_problem_is_named_at_once_or_its_line_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     (folder / "p").mkdir(parents=True)
-    for path in (tmp_path / "a.png", folder / "a.png"):
+    for path in (tmp_path / "outside.png", folder / "a.png"):
         path.write_bytes(BLUE)
     (folder / "bad.png").write_text("<html>")
-    (folder / "link.png").symlink_to(tmp_path / "a.png")
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
     os.mkfifo(folder / "pipe.png")
     (folder / "bomb.png").write_bytes(bomb(10_000))
     (folder / "long.png").write_bytes(png(size=(900, 2)))
@@ -208,7 +208,7 @@ def test_a_table_without_an_images_bytes_is_refused_by_row(tmp_path: Path) -> No
     images = [{"bytes": BLUE, "path": "/home/a.png"}, {"bytes": None, "path": "/home/b.png"}]
     write_table(tmp_path / "train.parquet", {**line(1), "images": images})
     write_table(tmp_path / "val.parquet", line(2))
-    assert "train.parquet row 0: image 2 is" in refused(tmp_path)
+    assert "train.parquet row 0: image 2: found {'bytes': None" in refused(tmp_path)
 
 
 def test_the_same_question_is_in_one_split_whatever_its_group(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stages.core.families import FAMILIES as ALL
-from stages.data.names import composed
-from stages.data.prepared import to_row
+from stages.data.splits import to_row
+from stages.data.texts import composed
 from stages.tasks.detection.samples import SCHEMA, DetectionRecord, ForModel
 from stages.tasks.detection.samples.boxes import Box, codec, decode_boxes, encode_boxes, reading_order
 from stages.tasks.detection.sources import row_of

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +24,8 @@ import pyarrow as pa
 from stages.core.errors import UserError
 from stages.core.families import require_text
 from stages.data.conversation import Conversation, message
-from stages.data.near import Description, describe_text
-from stages.data.prepared import read_prepared
-from stages.data.texts import same_text
+from stages.data.splits import read_prepared
+from stages.data.texts import composed, same_text
 from stages.tasks.amr.samples.blocks import read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import (
     MalformedGraph,
@@ -97,9 +95,6 @@ class Record:
         """A digest, equal for records that may not be in two splits: those of the same sentence."""
         return _subject(self.sentence)
 
-    def description(self) -> Description:
-        return describe_text(self.sentence)
-
     def content(self) -> list[str]:
         return [self.sentence, self.graph, self.canonical]
 
@@ -157,7 +152,7 @@ def probes(answer_format: str) -> list[Conversation]:
 
 
 def question(sample_id: str, sentence: str, answer_format: str, *, answer: Node | None = None) -> Conversation:
-    text = f"{PROMPTS[answer_format]}\n{unicodedata.normalize('NFC', sentence)}"
+    text = f"{PROMPTS[answer_format]}\n{composed(sentence)}"
     answered = [] if answer is None else [message("assistant", encode(answer, answer_format))]
     return Conversation(sample_id=sample_id, messages=[message("user", text), *answered])
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import itertools
 import re
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
+
+from stages.data.texts import composed
 
 MAX_DEPTH = 100
 """Limit of nested nodes: a model that repeats itself would nest without end. People stay below 20."""
@@ -96,8 +97,8 @@ def canonical(graph: Node) -> Node:
     """The graph with its words in Unicode's NFC, and `_` for the spaces in those that are not quoted."""
 
     def word(text: str) -> str:
-        composed = _nfc(text)
-        return composed if composed.startswith('"') else composed.replace(" ", "_")
+        text = composed(text)
+        return text if text.startswith('"') else text.replace(" ", "_")
 
     return _mapped(graph, word, word)
 
@@ -107,8 +108,8 @@ def linked(graph: Node, names: Sequence[str]) -> Node:
 
     names: one per node; a name that several nodes share means the first of them.
     """
-    references = {_nfc(name): Reference(number) for number, name in reversed(list(enumerate(names)))}
-    return _mapped(graph, str, lambda constant: references.get(_nfc(constant), constant))
+    references = {composed(name): Reference(number) for number, name in reversed(list(enumerate(names)))}
+    return _mapped(graph, str, lambda constant: references.get(composed(constant), constant))
 
 
 def _mapped(graph: Node, concept: Callable[[str], str], constant: Callable[[str], str | Reference]) -> Node:
@@ -159,7 +160,7 @@ def linear(graph: Node, heads: Sequence[str], names: Sequence[str], *, indent: s
 
 def penman_line(graph: Node, *, indent: str = "") -> str:
     """PENMAN in one line, or indented as `linear` does, the variables renamed."""
-    names = variable_names(graph, taken={_nfc(constant) for constant in graph.constants()})
+    names = variable_names(graph, taken={composed(constant) for constant in graph.constants()})
     heads = [f"{name} / {node.concept}" for name, node in zip(names, graph.walk(), strict=True)]
     return linear(graph, heads, names, indent=indent)
 
@@ -239,10 +240,6 @@ def _tokenized(text: str, *, variables: bool) -> list[Token]:
 def _quoted(word: str) -> str:
     escaped = word.replace("\\", "\\\\")
     return word if _PLAIN.fullmatch(word) else f'"{escaped}"'
-
-
-def _nfc(text: str) -> str:
-    return unicodedata.normalize("NFC", text)
 
 
 Fault = Callable[[str, int | None], None]
@@ -348,7 +345,7 @@ def _finished(outside: _Draft, fault: Fault) -> Node | None:
     if root is None:
         fault("there is no graph", None)
         return None
-    names = [_nfc(draft.name) for draft in root.walk()]
+    names = [composed(draft.name) for draft in root.walk()]
     known: set[str] = set()
     for name in filter(None, names):
         if name in known:

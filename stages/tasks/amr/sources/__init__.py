@@ -12,6 +12,7 @@ from typing import Any
 from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams
 from stages.core.tasks import PlainReader
+from stages.data.near import describe_text
 from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
 from stages.data.sources import Place, source_folder
 from stages.data.texts import markup_problem
@@ -39,6 +40,7 @@ RULES = Rules(
     summary=_summary,
     expected="train*.txt with #::snt lines, each above its graph in PENMAN",
     subject="sentence",
+    describe=lambda record: describe_text(record.sentence),
     held_out=0.1,
 )
 

@@ -20,8 +20,7 @@ from stages.core.families import family_of
 from stages.core.records import distinct, shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
-from stages.data.near import Description, describe_text
-from stages.data.prepared import IMAGE_COLUMN, read_prepared, to_row
+from stages.data.splits import IMAGE_COLUMN, read_prepared, to_row
 from stages.data.texts import TextMetric, same_text
 
 SCHEMA = pa.schema(
@@ -105,9 +104,6 @@ class Record:
 
     def subject(self) -> str:
         return self.group
-
-    def description(self) -> Description:
-        return describe_text(self.question, self.answer)
 
     def content(self) -> list[Any]:
         messages = [[message.role, message.content] for message in self.messages]

@@ -9,33 +9,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
-from stages.core.given_files import given_files, require_own, stays_inside
+from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams, Text
 from stages.core.records import STRICT, cut, shown
+from stages.data.folder import Folder
+from stages.data.given_images import MAX_IMAGE_PIXELS, parse_image
 from stages.data.groups import connected
-from stages.data.images import MAX_IMAGE_PIXELS, parse_image
-from stages.data.names import composed, similar_name
-from stages.data.parquet import read_rows
+from stages.data.near import describe_text
 from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
-from stages.data.sources import READ_ON, Place, describe_folder, parquet_folder
+from stages.data.sources import READ_ON, Place, describe_folder, parquet_folder, table_rows
 from stages.data.texts import TEXT_METRICS, TextMetric, json_objects, read_text
 from stages.tasks.chat.samples import IMAGES, SCHEMA, UNLEARNT, MessageImage, Record, json_fields
 from stages.tasks.chat.sources.forms import PLACEHOLDER, images_of, parse_conversation, unread_keys
 
-MAX_IMAGE_BYTES = 2**30
-"""Limit of one image file."""
+Fetch = Callable[[Any], tuple[str, bytes]]
+"""From the value of a row that stands for an image to its name, empty for none, and its bytes. Raises UserError."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -67,7 +66,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
     tables = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
     if lines and tables:
         raise UserError(f"{folder} holds JSON and parquet: {describe_folder(folder)}. Keep one of them; {READ_ON}")
-    read_file = partial(_read_file, folder=folder, reader=reader, unread=unread)
+    read_file = partial(_read_file, folder=Folder(folder, dataset.splits), reader=reader, unread=unread)
     found = read_text_files(dataset, folder, lines or tables, read_file, rules)
     schema = SCHEMA
     if any(record.unlearnt for record in found.records()):
@@ -96,6 +95,7 @@ def _rules(reader: Reader) -> Rules[Record]:
         summary=_summary,
         expected="train*.jsonl, train*.json or train*.parquet with a conversation in each line, entry or row",
         subject="question" if reader.group is None else f"question or {reader.group}",
+        describe=lambda record: describe_text(record.question, record.answer),
         held_out=0.1,
         adapt=lambda split, record: record if split == "train" else replace(record, metrics=reader.metrics),
     )
@@ -119,42 +119,48 @@ def _grouped(dataset: RawDataset[Record]) -> RawDataset[Record]:
     return dataset.mapped(lambda each: replace(each, group=hashlib.sha256(f"asked {next(asked)}".encode()).hexdigest()))
 
 
-def _read_file(path: Path, *, folder: Path, reader: Reader, unread: Counter[str]) -> Iterator[Sample[Record]]:
+def _read_file(path: Path, *, folder: Folder, reader: Reader, unread: Counter[str]) -> Iterator[Sample[Record]]:
     """unread: counts the rows of each column that is not read."""
-    file = path.relative_to(folder).as_posix()
     if path.suffix == ".parquet":
-        for number, row in enumerate(read_rows(path)):
-            yield _sample(Place(file, number, "row"), row, reader, unread, images=None)
+        for place, row in table_rows(folder.root, path):
+            yield _sample(place, row, reader, unread, _in_table)
         return
-    images = _Images(path.parent)
+    file = path.relative_to(folder.root).as_posix()
     unit, objects = json_objects(read_text(path))
     for number, content in objects:
-        place = Place(file, number, unit)
-        yield (place, [content]) if isinstance(content, str) else _sample(place, content, reader, unread, images=images)
+        place, fetch = Place(file, number, unit), partial(_in_folder, folder=folder, near=file)
+        yield (place, [content]) if isinstance(content, str) else _sample(place, content, reader, unread, fetch)
 
 
-def _sample(
-    place: Place, row: Mapping[str, Any], reader: Reader, unread: Counter[str], *, images: _Images | None
-) -> Sample[Record]:
-    """A line or row as a record. Its `group` is the value of the reader's column, or empty without one.
+def _in_table(value: Any) -> tuple[str, bytes]:
+    found = value if isinstance(value, dict) else {"bytes": value}
+    encoded, path = found.get("bytes"), found.get("path")
+    if not isinstance(encoded, bytes) or not encoded:
+        raise UserError(f"found {shown(value)}, expected its bytes")
+    return path if isinstance(path, str) else "", encoded
 
-    images: those beside the file; None for a table, which has their bytes.
-    """
+
+def _in_folder(value: Any, *, folder: Folder, near: str) -> tuple[str, bytes]:
+    if not isinstance(value, str) or not value:
+        raise UserError(f"found {shown(value)}, expected the path of a file")
+    return value, folder.image(value, near=near)[1]
+
+
+def _sample(place: Place, row: Mapping[str, Any], reader: Reader, unread: Counter[str], fetch: Fetch) -> Sample[Record]:
+    """A line or row as a record. Its `group` is the value of the reader's column, or empty without one."""
     assert isinstance(place.number, int), place
     content = {key: value for key, value in row.items() if key not in reader.ignore}
-    parsed = parse_conversation({key: value for key, value in content.items() if key != reader.group})
-    problems = list(parsed) if isinstance(parsed, list) else []
-    unread.update(key for key in unread_keys(content) if key != reader.group)
+    grouped = {key: content.pop(key) for key in [reader.group] if key in content}
+    parsed, group = parse_conversation(content), next(iter(grouped.values()), "")
+    unread.update(unread_keys(content))
     positions = () if isinstance(parsed, list) else parsed.image_positions
-    shown_images, unreadable = _read_images(images_of(content), positions, images, reader.max_image_pixels)
-    problems += unreadable
-    group = content.get(reader.group) if reader.group else ""
-    if reader.group and reader.group not in content:
+    shown_images, problems = _read_images(images_of(content), positions, fetch, reader.max_image_pixels)
+    if reader.group and not grouped:
         problems.append(f"no {reader.group!r}, which is the dataset's reader.group; found {cut(', '.join(content))}")
-    elif not isinstance(group, str | int) or (reader.group and group == ""):
+    elif not isinstance(group, str | int) or (grouped and group == ""):
         problems.append(f"{reader.group} is {shown(group)}, expected the text or number of a group")
     if isinstance(parsed, list):
-        return place, problems
+        return place, parsed + problems
     if "json" in reader.metrics and json_fields(answer := parsed.messages[-1].content) is None:
         problems.append(f"the answer is no JSON, or has a key twice; the dataset's metrics need it: {shown(answer)}")
     if problems:
@@ -171,14 +177,15 @@ def _sample(
 
 
 def _read_images(
-    values: Iterable[Any], positions: Sequence[tuple[int, int]], images: _Images | None, max_pixels: int
+    values: Iterable[Any], positions: Sequence[tuple[int, int]], fetch: Fetch, max_pixels: int
 ) -> tuple[list[MessageImage], list[str]]:
     """The images, and all problems. positions: (message, offset) of each; none if they are not known."""
     found, problems = [], []
     for index, value in enumerate(values):
-        name, encoded = _in_table(value) if images is None else images.read(value)
-        if isinstance(encoded, str):
-            problems.append(f"image {index + 1} {encoded}")
+        try:
+            name, encoded = fetch(value)
+        except UserError as error:
+            problems.append(f"image {index + 1}: {error.message.removeprefix('image ')}")
             continue
         fields, wrong = parse_image(name or f"image {index + 1}", encoded, max_pixels)
         problems += [f"image {index + 1}: {problem}" for problem in wrong]
@@ -186,47 +193,3 @@ def _read_images(
             message, offset = positions[index]
             found.append(MessageImage(**fields, message=message, offset=offset))
     return found, problems
-
-
-def _in_table(value: Any) -> tuple[str, bytes | str]:
-    """Name and bytes of an image, or its problem."""
-    found = value if isinstance(value, dict) else {"bytes": value}
-    encoded, path = found.get("bytes"), found.get("path")
-    if not isinstance(encoded, bytes) or not encoded:
-        return "", f"is {shown(value)}, expected its bytes"
-    return path if isinstance(path, str) else "", encoded
-
-
-class _Images:
-    """The images below a folder, by paths that are compared in NFC."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._names: dict[Path, dict[str, str]] = {}
-
-    def read(self, value: Any) -> tuple[str, bytes | str]:
-        """Name and bytes of an image, or its problem."""
-        if not isinstance(value, str) or not value:
-            return "", f"is {shown(value)}, expected the path of a file"
-        pure = PurePosixPath(value.replace("\\", "/"))
-        if pure.is_absolute() or ".." in pure.parts:
-            return value, f"is {shown(value)}, which leads out of the dataset's folder"
-        path = self.folder
-        for part in pure.parts:
-            path /= part if os.path.lexists(path / part) else self._names_in(path).get(composed(part), part)
-        try:
-            require_own(path, self.folder)
-            if (size := path.stat().st_size) > MAX_IMAGE_BYTES:
-                return value, f"is {shown(value)}, which has {size:,} bytes, more than {MAX_IMAGE_BYTES:,}"
-            return value, path.read_bytes()
-        except (UserError, OSError, ValueError):  # ValueError: a name that no file can have
-            similar = "" if os.path.lexists(path) else similar_name(path.name, self._names_in(path.parent))
-            return value, f"is {shown(value)}, which is no readable file of the dataset's folder{similar}"
-
-    def _names_in(self, folder: Path) -> dict[str, str]:
-        """The names in a folder by their form in NFC; none of what is no folder, or leads elsewhere."""
-        if folder not in self._names:
-            readable = folder.is_dir() and stays_inside(folder, self.folder)
-            names = sorted(path.name for path in (folder.iterdir() if readable else ()))
-            self._names[folder] = {composed(name): name for name in names}
-        return self._names[folder]

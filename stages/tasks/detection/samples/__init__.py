@@ -14,7 +14,7 @@ from stages.core.errors import UserError
 from stages.core.records import shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
-from stages.data.prepared import read_prepared
+from stages.data.splits import read_prepared
 from stages.tasks.detection.samples.boxes import (
     TARGET,
     AnswerForm,

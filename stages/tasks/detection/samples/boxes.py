@@ -18,7 +18,7 @@ from typing import Literal
 
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES, family_of
-from stages.data.names import composed
+from stages.data.texts import composed
 
 Box = tuple[float, float, float, float]
 """x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""

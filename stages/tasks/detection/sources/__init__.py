@@ -16,14 +16,14 @@ from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams, SplitParams
 from stages.core.records import cut, nearest, shown
+from stages.data.folder import Folder
 from stages.data.parquet import column_names, count_rows, read_schema
 from stages.data.prepared import RawDataset, Rules, Sample
-from stages.data.sources import READ_ON, describe_folder, files_by_split, parquet_folder, read_parquet_files
+from stages.data.sources import READ_ON, describe_folder, files_by_split, parquet_folder, table_rows
 from stages.data.texts import markup_problem
 from stages.tasks.detection.samples import SCHEMA, DetectionRecord
 from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
 from stages.tasks.detection.sources import coco, voc, yolo
-from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
 from stages.tasks.detection.sources.rows import (
     NO_PLAIN_BOX,
     OPEN_FOOD_FACTS,
@@ -36,6 +36,7 @@ from stages.tasks.detection.sources.rows import (
     parse_row,
     value_at,
 )
+from stages.tasks.detection.sources.splits import RawSample, Splits
 
 SIZE = ("width", "height")
 """Columns of a table that have the size of each image in pixels, if it has them."""
@@ -50,20 +51,23 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
     """Images with boxes of `folder:PATH`, in any form that is read here, or of `hub:OWNER/NAME@REVISION`."""
     _require_answerable(reader)
     root, resolved = parquet_folder(dataset.source)
-    folder = Folder(root, dataset.splits)
+    folder, read_images = Folder(root, dataset.splits), set[str]()
     name = "parquet" if resolved.startswith("hub:") else _form_of(folder, reader.format)
     if name == "parquet":
         columns = reader.columns or OPEN_FOOD_FACTS
         form, expected = BoxForm(order=columns.order, unit=columns.unit), _parquet(columns)
-        splits = _read_parquet(root, columns, dataset.splits, reader.group)
+        splits, images = _read_parquet(root, columns, dataset.splits, reader.group), list[str]()
     elif reader.columns is not None:
         raise UserError(f"the dataset's `columns` in params.yaml are of parquet files, and {root} is read as {name}")
     else:
-        form, expected, splits = FORMS[name].FORM, FORMS[name].EXPECTED, FORMS[name].read(folder)
+        form, expected = FORMS[name].FORM, FORMS[name].EXPECTED
+        splits, images = FORMS[name].read(folder), folder.images
     form = replace(form, unit=reader.unit or form.unit)
 
     def parsed(rows: Iterable[RawSample]) -> Iterator[Sample[DetectionRecord]]:
         for place, row in rows:
+            if isinstance(row, Row):
+                read_images.add(row.file)
             yield place, row if isinstance(row, list) else parse_row(row, reader, form)
         splits.fields.pop(f"images.{reader.group}", None)  # which is read
 
@@ -73,6 +77,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
             summary=_summary,
             expected=expected,
             subject=f"image or {reader.group}" if reader.group else "image",
+            describe=lambda record: record.look,
             held_out=0.2,
             separate_groups=reader.group is not None,
         ),
@@ -81,7 +86,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
         validation=splits.validation,
         unread_fields=splits.fields,
         strict=reader.strict,
-        unused_files=lambda: list(dict.fromkeys([*splits.unused, *(folder.unread() if name != "parquet" else ())])),
+        unused_files=lambda: [*{*splits.unused, *images} - read_images],
     )
 
 
@@ -140,23 +145,24 @@ def _read_parquet(folder: Path, columns: Columns, named: SplitParams, group: str
     """The files of the splits. Raises UserError if there are none to train on, or one of their columns is missing."""
     required, expected, unread = _required(columns), _parquet(columns), Counter[str]()
     required += [group] if group and "(" not in group else []
+    class_names, image, at_box = cache(_class_names), columns.image.partition(".")[0], columns.boxes.rpartition(".")[0]
 
     def samples(paths: Sequence[Path]) -> Iterator[RawSample]:
-        class_names, also = cache(_class_names), set(SIZE)
+        names = {path: dict.fromkeys(column_names(read_schema(path))) for path in paths}
+        lacking = [(path, ", ".join(name for name in required if name not in names[path])) for path in paths]
+        if lines := [f"{path} lacks {some}, for all {count_rows(path)} rows" for path, some in lacking if some]:
+            raise UserError(f"columns are missing:\n{listed(lines)}\nExpected: {expected}; {READ_ON}")
         for path in paths:
-            names = list(column_names(read_schema(path)))
-            at_box = ("", columns.boxes.rpartition(".")[0])
-            parts = {name: name.rpartition(".") for name in names}
-            checked = {
-                name for name, (where, _, key) in parts.items() if where in at_box and key.lower() in NO_PLAIN_BOX
-            }
-            also |= checked
-            outer = {where for where, _, _ in parts.values()}
-            others = [name for name in names if name not in {*required, *SIZE, *outer, *checked}]
-            inside = columns.image.partition(".")[0]
-            unread.update({name: count_rows(path) for name in others if name.partition(".")[0] != inside})
-        for place, row in read_parquet_files(folder, paths, required=required, expected=expected, also=sorted(also)):
-            yield place, row_of(row, str(place), columns, class_names(folder / place.file, columns.category) or ())
+            parts = {name: name.rpartition(".") for name in names[path]}
+            checked = [
+                name for name, (at, _, key) in parts.items() if at in ("", at_box) and key.lower() in NO_PLAIN_BOX
+            ]
+            outer = {at for at, _, _ in parts.values()}
+            others = [name for name in names[path] if name not in {*required, *SIZE, *outer, *checked}]
+            unread.update({name: count_rows(path) for name in others if name.partition(".")[0] != image})
+            read_columns = dict.fromkeys(name.partition(".")[0] for name in (*required, *SIZE, *checked))
+            for place, row in table_rows(folder, path, list(read_columns)):
+                yield place, row_of(row, str(place), columns, class_names(path, columns.category) or ())
 
     files = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
     chosen = files_by_split(folder, files, named, expected=expected)

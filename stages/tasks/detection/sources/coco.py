@@ -6,21 +6,21 @@ every problem is named by the entry's id.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stages.core.records import distinct, problems, shown
-from stages.data.names import composed
+from stages.core.records import Unreadable, problems, shown
+from stages.data.folder import Folder
 from stages.data.sources import Place
-from stages.data.texts import UnreadableText
-from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
-from stages.tasks.detection.sources.rows import BoxForm, has_value, no_plain_box
+from stages.data.texts import UnreadableText, composed, json_value
+from stages.tasks.detection.sources.rows import BoxForm, NamedBox, has_value, no_plain_box
+from stages.tasks.detection.sources.splits import RawSample, Splits, folder_splits, row_of
 
 FORM = BoxForm(order="xywh", unit="pixels")
 EXPECTED = (
@@ -52,6 +52,8 @@ class Annotation:
     image_id: Id
     category_id: Id
     bbox: Annotated[list[Number], Field(min_length=4, max_length=4)]
+    bbox_mode: Literal[1] = 1
+    """Detectron2's, in which 0 means corners."""
     id: Id | None = None
 
 
@@ -64,8 +66,17 @@ class Category:
 FORMS = {"categories": Category, "images": Image, "annotations": Annotation}
 NO_BOX = ("segmentation", "keypoints", "caption", "segments_info")
 """Keys of annotations that are of something else than a box."""
-Entry = Mapping[str, Any]
-"""All keys of an image or annotation."""
+
+
+class Entry(NamedTuple):
+    """A valid entry of a list."""
+
+    name: str
+    """Its id, or its position if it has none."""
+    value: Any
+    """An Image, Annotation or Category."""
+    keys: Mapping[str, Any]
+    """All keys."""
 
 
 def annotation_files(folder: Folder) -> list[str]:
@@ -74,92 +85,58 @@ def annotation_files(folder: Folder) -> list[str]:
 
 def read(folder: Folder) -> Splits:
     files = folder.by_split(folder.with_content(".json", rb'^\s*$|"(images|annotations|categories)"'))
-    return folder.splits(files, "annotation files", lambda paths: _samples(folder, paths))
+    unread = Counter[str]()
+    return folder_splits(folder, files, "annotation files", partial(_samples, folder, unread), unread)
 
 
-def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:
-    named_by: dict[str, Place] = {}
-    """The place of each image of the dataset so far, by its file."""
-    for path in paths:
-        try:
-            images, stray = _images(path, _load(folder.text(path)), folder.fields)
-        except UnreadableText as error:
-            yield Place(path), [str(error)]
-            continue
-        if stray:
-            yield Place(path), stray
-        for place, image, entry, boxes, wrong in images:
-            try:
-                file = folder.image(image.file_name, near=path)
-            except UnreadableText as error:
-                yield place, [*wrong, str(error)]
-                continue
-            if (other := named_by.setdefault(file, place)) != place:
-                wrong.append(f"the image {file} is that of {other} too; leave one annotation file of it in the folder")
-            size = (image.width, image.height) if image.width and image.height else None
-            yield place, folder.row(file, boxes, wrong, size, entry=entry)
-
-
-def _load(text: str) -> Mapping[str, Any]:
-    """Raises UnreadableText unless it is a JSON object with lists of images, annotations and categories."""
-    try:
-        document = json.loads(text, object_pairs_hook=distinct)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and lists without end
-        raise UnreadableText(f"no JSON that can be read: {error}") from None
-    kinds = ("images", "annotations", "categories")
-    if not isinstance(document, dict) or not all(isinstance(document.get(kind), list) for kind in kinds):
-        raise UnreadableText(f"holds {shown(document)}, expected an object with lists of {', '.join(kinds)}")
-    return document
-
-
-def _images(
-    path: str, document: Mapping[str, Any], unread: Counter[str]
-) -> tuple[list[tuple[Place, Image, Entry, list[tuple[str, Any, Any]], list[str]]], list[str]]:
-    """The images of one file, each with its place, boxes and problems; and the problems that belong to no image.
-
-    unread: counts the keys that are not read. Raises UnreadableText for an id of several categories.
-    """
+def _samples(folder: Folder, unread: Counter[str], path: str) -> Iterator[RawSample]:
+    """The images of a file. unread: counts the keys that are not read. Raises UserError for a file of another form."""
+    document = json_value(folder.text(path))
+    if not isinstance(document, dict) or not all(isinstance(document.get(kind), list) for kind in FORMS):
+        found = document if isinstance(document, Unreadable) else f"holds {shown(document)}"
+        raise UnreadableText(f"{found}, expected an object with lists of images, annotations, categories")
     faults: dict[Any, list[str]] = defaultdict(list)
     """Problems by image_id; None has those of no image."""
     entries = {kind: list(_entries(document, kind, form, faults, unread)) for kind, form in FORMS.items()}
-    categories = _categories([each for _, each, _ in entries["categories"]])
-    images = entries["images"]
-    boxes: dict[Id, list[tuple[str, Any, Any]]] = {image.id: [] for _, image, _ in images}
-    for own, each, entry in entries["annotations"]:
+    categories, ids = _categories(entries["categories"]), Counter(image.value.id for image in entries["images"])
+    boxes: dict[Id, list[NamedBox]] = defaultdict(list)
+    for own, each, keys in entries["annotations"]:
         name = f"annotation {own}"
-        if each.image_id not in boxes:
+        if each.image_id not in ids:
             faults[None].append(f"{name}: image_id {shown(each.image_id)} is not that of a valid image")
-        elif fault := no_plain_box(entry):
+        elif fault := no_plain_box(keys):
             faults[each.image_id].append(f"{name} {fault}")
         elif each.category_id not in categories:
             faults[each.image_id].append(f"{name}: category_id {shown(each.category_id)} is not among the categories")
         else:
             boxes[each.image_id].append((name, each.bbox, categories[each.category_id]))
-    counts = Counter(image.id for _, image, _ in images)
-    found = []
-    for name, image, entry in images:
-        wrong = [*faults.get(image.id, ()), *["its id is that of several images"] * (counts[image.id] > 1)]
-        found.append((Place(path, name, "image"), image, entry, boxes[image.id], wrong))
-    return found, [fault for image_id, some in faults.items() if image_id not in boxes for fault in some]
+    if stray := [fault for image_id, some in faults.items() if image_id not in ids for fault in some]:
+        yield Place(path), stray
+    for name, image, keys in entries["images"]:
+        wrong = [*faults.get(image.id, ()), *["its id is that of several images"] * (ids[image.id] > 1)]
+        size = (image.width, image.height) if image.width and image.height else None
+        yield (
+            Place(path, name, "image"),
+            row_of(folder, image.file_name, path, boxes[image.id], wrong, size=size, entry=keys),
+        )
 
 
-def _categories(entries: Sequence[Category]) -> dict[Id, str]:
-    names: dict[Id, str] = {}
-    for position, each in enumerate(entries):
-        if composed(names.setdefault(each.id, each.name)) != composed(each.name):
-            first = next(place for place, other in enumerate(entries) if other.id == each.id)
+def _categories(entries: list[Entry]) -> dict[Id, str]:
+    named: dict[Id, tuple[int, str]] = {}
+    for position, (_, each, _) in enumerate(entries):
+        first, name = named.setdefault(each.id, (position, each.name))
+        if composed(name) != composed(each.name):
             raise UnreadableText(
-                f"the category id {shown(each.id)} has two names, at positions {first} and {position}: "
-                f"{shown(names[each.id])} and {shown(each.name)}"
+                f"the category id {shown(each.id)} has two names, at positions {first} and {position}: {shown(name)} "
+                f"and {shown(each.name)}"
             )
-    return names
+    return {number: name for number, (_, name) in named.items()}
 
 
 def _entries(
     document: Mapping[str, Any], kind: str, form: Any, faults: dict[Any, list[str]], unread: Counter[str]
-) -> Iterator[tuple[str, Any, Entry]]:
-    """The valid entries of a list as `form`, each after its id, or its position if it has none, and before all its
-    keys.
+) -> Iterator[Entry]:
+    """The valid entries of a list as `form`.
 
     faults: takes the problems of the others, by the image that they are about. unread: counts the keys not read.
     """
@@ -170,7 +147,7 @@ def _entries(
         unread.update(f"{kind}.{key}" for key, value in keys.items() if key not in known and has_value(value))
         name = shown(own).strip("'") if isinstance(own, int | str) else f"at position {index}"
         try:
-            yield name, adapter.validate_python(entry), keys
+            yield Entry(name, adapter.validate_python(entry), keys)
         except ValidationError as error:
             wrong = [f"{where}: {problem}" for where, problem in problems(error, form).items()]
             if kind == "annotations" and "bbox" not in keys and (others := [key for key in NO_BOX if keys.get(key)]):

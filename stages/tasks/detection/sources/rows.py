@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
@@ -13,9 +12,8 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.params.schema import Text
 from stages.core.records import STRICT, cut, shown
-from stages.data.images import MAX_IMAGE_PIXELS, parse_image
-from stages.data.names import composed
-from stages.data.texts import markup_problem
+from stages.data.given_images import MAX_IMAGE_PIXELS, parse_image
+from stages.data.texts import composed, markup_problem
 from stages.tasks.detection.samples import PROMPT, DetectionRecord, ScoredBoxes
 from stages.tasks.detection.samples.boxes import TARGET, AnswerForm, Box
 
@@ -52,10 +50,9 @@ NO_PLAIN_BOX = {
     "robndbox": "rotated",
 }
 """Fields of a box, in any form, which is none to be learnt if they have a value; and what it is then."""
-PRODUCT = re.compile(r"(\d{8}|\d{12,14})_\d{1,3}(?!\d)")
-"""Beginning of the names of one product's photographs in Open Food Facts: its barcode and the photograph's number."""
-ROBOFLOW_VERSION = re.compile(r"(.+)\.rf\.")
-"""Beginning of the names of one photograph's versions in an export of Roboflow."""
+OWN_GROUP = r"(?:^|/)((?:\d{8}|\d{12,14})(?=_\d{1,3}(?!\d))|[^/]+(?=\.rf\.))[^/]*$"
+"""The beginning of an image's name that is its group: the barcode of a product in Open Food Facts, before the number of
+its photograph, or the name of a photograph, before that of its version by Roboflow."""
 
 
 def _group_pattern(group: str) -> str:
@@ -160,14 +157,17 @@ class Reader:
         return {"asked": self.labels(), "prompt": self.question(), "answer": self.answer, "scored_boxes": scored}
 
 
+NamedBox = tuple[str, Any, Any]
+"""A box's name in messages, its four numbers and its category."""
+
+
 class Row(NamedTuple):
     """An image with its boxes, as a dataset has it."""
 
     image_id: Any
     image: Any
     """Encoded."""
-    boxes: Sequence[tuple[str, Any, Any]]
-    """Each one's name in messages, four numbers and category."""
+    boxes: Sequence[NamedBox]
     problems: Sequence[str] = ()
     """Problems found so far."""
     size: tuple[float, ...] | None = None
@@ -218,25 +218,17 @@ def parse_row(row: Row, reader: Reader, form: BoxForm) -> DetectionRecord | list
 
 def _group_of(row: Row, group: str | None) -> tuple[str, list[str]]:
     """The name of an image's group, empty for none; and the problem if it should have one."""
-    path = row.file or str(row.image_id)
-    if group is None:
-        file_name = PurePosixPath(path).name
-        same = PRODUCT.match(file_name) or ROBOFLOW_VERSION.match(file_name)
-        return same[1] if same else "", []
-    if "(" in group:
-        match = re.search(group, path)
-        name = match[1] if match else None
-    else:
-        name = value_at(row.entry, group)
-    if isinstance(name, str | int) and name != "":
-        return composed(str(name)), []
-    if "(" in group:
-        there = f"it finds no name in {path!r}"
-    elif name is None:
+    if group is None or "(" in group:
+        path = row.file or str(row.image_id)
+        match = re.search(group or OWN_GROUP, path)
+        name, there = match[1] if match else None, f"it finds no name in {path!r}"
+    elif (name := value_at(row.entry, group)) is None:
         there = "the image has no value of it; a pattern of its path has parentheses"
     else:
         there = f"it is {shown(name)}, expected a text or a whole number"
-    return "", [f"no group by reader.group, {group}: {there}"]
+    if isinstance(name, str | int) and name != "":
+        return composed(str(name)), []
+    return "", [f"no group by reader.group, {group}: {there}"] if group else []
 
 
 def value_at(value: Any, path: str) -> Any:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
 from xml.etree import ElementTree as ET
 
 from stages.core.errors import UserError, join_truncated
 from stages.core.records import shown
-from stages.data.names import composed
-from stages.data.sources import READ_ON, Place
-from stages.data.texts import UnreadableText
-from stages.tasks.detection.sources.folder import SPLIT_WORDS, Folder, RawSample, Splits
-from stages.tasks.detection.sources.rows import BoxForm, has_value, no_plain_box
+from stages.data.folder import Folder
+from stages.data.sources import READ_ON, SPLIT_WORDS, Place
+from stages.data.texts import UnreadableText, composed
+from stages.tasks.detection.sources.rows import BoxForm, NamedBox, has_value, no_plain_box
+from stages.tasks.detection.sources.splits import RawSample, Splits, folder_splits, row_of, samples
 
 FORM = BoxForm(order="xyxy", unit="pixels")
 EXPECTED = "Pascal VOC: an XML file with the name of each image; train and val by their folders, or by ImageSets/Main"
@@ -36,61 +36,54 @@ def annotation_files(folder: Folder) -> list[str]:
 
 
 def read(folder: Folder) -> Splits:
-    annotated = set(annotation_files(folder))
+    annotated, fields = set(annotation_files(folder)), Counter[str]()
+    stems = {PurePosixPath(path).stem for path in folder.images}
     # One with an image's name is damaged if it is none.
-    files = [
-        path for path in folder.with_suffix(".xml") if path in annotated or folder.is_image(PurePosixPath(path).stem)
-    ]
-    lists: dict[str | None, list[str]] = defaultdict(list)
-    named = [path for path in folder.with_suffix(".txt") if PurePosixPath(path).parts[-3:-1] == ("ImageSets", "Main")]
-    for path in named:
-        split = folder.split_named.get(path) or {**SPLIT_WORDS, "trainval": None}.get(PurePosixPath(path).stem, "")
-        if split != "":
-            lists["unused" if split in folder.named and path not in folder.split_named else split].append(path)
-    of_splits = [path for path in named if PurePosixPath(path).stem.rpartition("_")[2] in SPLIT_WORDS]
-    if of_splits and not lists:
-        raise UserError(
-            f"{folder.root} has lists in ImageSets/Main, but no train.txt: {join_truncated(of_splits, 3)}. Name those "
-            f"of each split: `splits` of the dataset in params.yaml, as {{train: ImageSets/Main/NAME.txt}}; {READ_ON}"
-        )
-    if not lists:
-        splits = folder.by_split(files, of_samples=True)
-        return folder.splits(splits, "XML files", lambda paths: _samples(folder, paths))
+    files = [path for path in folder.with_suffix(".xml") if path in annotated or PurePosixPath(path).stem in stems]
+    read_file = partial(_sample, folder, fields)
+    if not (lists := _lists(folder)):
+        return folder_splits(folder, folder.by_split(files, of_samples=True), "XML files", read_file, fields)
     by_stem: dict[str, list[str]] = defaultdict(list)
     for path in files:
         by_stem[PurePosixPath(path).stem].append(path)
-    return folder.splits(lists, "lists in ImageSets/Main", lambda paths: _listed(folder, paths, by_stem))
 
-
-def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, list[str]]) -> Iterator[RawSample]:
-    for path in paths:
-        try:
-            lines = folder.text(path).splitlines()
-        except UnreadableText as error:
-            yield Place(path), [str(error)]
-            continue
-        for number, line in enumerate(lines, start=1):
+    def read_list(path: str) -> Iterator[RawSample]:
+        for number, line in enumerate(folder.text(path).splitlines(), start=1):
             name = composed(line.strip())
             if name not in by_stem:
                 name = re.sub(r"\s+-?[01]$", "", name)  # of a category's list, whether the image has it
             found = by_stem.get(name, [])
             if len(found) == 1:
-                yield from _samples(folder, found)
+                yield from samples(found, read_file)
             elif name:
                 which = f": {', '.join(found[:3])}" if found else ""
                 wrong = f"{len(found)} XML files have the name {name[:200]!r}{which}; expected one, without its suffix"
                 yield Place(path, number), [wrong]
 
+    return folder_splits(folder, lists, "lists in ImageSets/Main", read_list, fields)
 
-def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:
-    for path in paths:
-        try:
-            annotations = parse(folder.text(path), folder.fields)
-            image = folder.image(PurePosixPath(path).stem, near=path)
-        except UnreadableText as error:
-            yield Place(path), [str(error)]
-            continue
-        yield Place(path), folder.row(image, *annotations)
+
+def _lists(folder: Folder) -> dict[str | None, list[str]]:
+    """The lists in ImageSets/Main by split. Raises UserError if there are only those of categories, and none named."""
+    lists: dict[str | None, list[str]] = defaultdict(list)
+    there = [path for path in folder.with_suffix(".txt") if PurePosixPath(path).parts[-3:-1] == ("ImageSets", "Main")]
+    for path in there:
+        split = folder.split_named.get(path) or {**SPLIT_WORDS, "trainval": None}.get(PurePosixPath(path).stem, "")
+        if split != "":
+            lists["unused" if split in folder.named and path not in folder.split_named else split].append(path)
+    of_categories = [path for path in there if PurePosixPath(path).stem.rpartition("_")[2] in SPLIT_WORDS]
+    if of_categories and not lists:
+        raise UserError(
+            f"{folder.root} has lists in ImageSets/Main, but no train.txt: {join_truncated(of_categories, 3)}. Name "
+            f"those of each split: `splits` of the dataset in params.yaml, as {{train: ImageSets/Main/NAME.txt}}; "
+            f"{READ_ON}"
+        )
+    return lists
+
+
+def _sample(folder: Folder, unread: Counter[str], path: str) -> Iterator[RawSample]:
+    boxes, problems, size = parse(folder.text(path), unread)
+    yield Place(path), row_of(folder, PurePosixPath(path).stem, path, boxes, problems, size=size)
 
 
 class _TreeBuilder(ET.TreeBuilder):
@@ -122,7 +115,7 @@ def _numbers(element: ET.Element, name: str, paths: Sequence[str], problems: lis
     return None if wrong else tuple(map(float, texts))
 
 
-def parse(text: str, unread: Counter[str]) -> tuple[list[tuple[str, Any, Any]], list[str], tuple[float, ...] | None]:
+def parse(text: str, unread: Counter[str]) -> tuple[list[NamedBox], list[str], tuple[float, ...] | None]:
     """The fields `boxes`, `problems` and `size` of a row.
 
     unread: counts the elements that are not read.
@@ -144,7 +137,7 @@ def parse(text: str, unread: Counter[str]) -> tuple[list[tuple[str, Any, Any]], 
         unread.update(f"{element.tag}.{tag}" for tag in there if tag not in (*READ, *DESCRIBING))
         return content
 
-    boxes: list[tuple[str, Any, Any]] = []
+    boxes: list[NamedBox] = []
     count(root)
     for position, element in enumerate(root.findall("object"), start=1):
         name, content = f"object {position}", count(element)

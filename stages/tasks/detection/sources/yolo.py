@@ -8,6 +8,7 @@ YAML file, or lines of classes.txt or obj.names. `train` and `val` of the YAML f
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import PurePosixPath
@@ -18,11 +19,11 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError, pluralize
 from stages.core.records import read_settings
-from stages.data.names import composed
+from stages.data.folder import Folder
 from stages.data.sources import Place
-from stages.data.texts import EmptyText, UnreadableText
-from stages.tasks.detection.sources.folder import Folder, RawSample, Splits
-from stages.tasks.detection.sources.rows import BoxForm
+from stages.data.texts import EmptyText, composed
+from stages.tasks.detection.sources.rows import BoxForm, NamedBox
+from stages.tasks.detection.sources.splits import RawSample, Splits, folder_splits, row_of
 
 FORM = BoxForm(order="cxcywh", unit="share")
 EXPECTED = (
@@ -66,7 +67,7 @@ def read(folder: Folder) -> Splits:
         raise UserError(
             f"{folder.root}: the names of the classes are in data.yaml, classes.txt or obj.names, and {which}"
         )
-    data = _data_file(folder, found[0])
+    data, unread = _data_file(folder, found[0])
     splits: dict[str | None, list[str]] = {}
     if data.train and data.val and not folder.named:
         for split, entries in (("train", data.train), ("val", data.val)):
@@ -75,22 +76,46 @@ def read(folder: Folder) -> Splits:
     else:
         splits = folder.by_split(folder.images, of_samples=True)
     names = dict(enumerate(data.names)) if isinstance(data.names, list) else data.names
-    return folder.splits(splits, "images", lambda paths: _samples(folder, paths, names))
+    known = set(folder.files)
+
+    def read_file(path: str) -> Iterator[RawSample]:
+        """path: of an image, or of a text file without one."""
+        if path not in images:
+            similar = folder.similar(path)
+            yield Place(path), [f"there is no image with this name{similar}"]
+            return
+        places = label_paths(path)
+        place = next((each for each in places if each in known), None)
+        boxes, faults = _boxes(folder, place, names) if place else ([], [])
+        why = "" if place else f"there is no {places[0]}"
+        yield Place(place or path), row_of(folder, path, path, boxes, faults, none_because=why)
+
+    images = set(folder.images)
+    splits = {split: [*some, *_stray(folder, some)] for split, some in splits.items()}
+    return folder_splits(folder, splits, "images", read_file, unread)
 
 
-def _data_file(folder: Folder, path: str) -> DataFile:
-    if PurePosixPath(path).name not in NAMES:
-        file = folder.on_disk(path)
-        data, keys = read_settings(DataFile, file), re.findall(r"(?m)^(\w+)[ \t]*:", folder.text(path))
-        folder.fields.update(f"{path} {key}" for key in set(keys) - {each.name for each in fields(DataFile)})
-        if data.nc is not None and data.nc != len(data.names):
-            raise UserError(f"{file}: nc is {data.nc}, but names has {len(data.names)}")
-        return data
-    try:
-        lines = folder.text(path).splitlines()
-    except UnreadableText as error:
-        raise UserError(f"{folder.root / path} cannot be read: {error}") from None
-    return DataFile(names={number: line.strip() for number, line in enumerate(lines) if line.strip()})
+def _stray(folder: Folder, images: Sequence[str]) -> list[str]:
+    """The text files in the folders of boxes of these images that have no image."""
+    taken = {path for image in images for path in label_paths(image)}
+    label_folders = {PurePosixPath(path).parent for path in taken} - {PurePosixPath(path).parent for path in images}
+    texts = ((path, PurePosixPath(path)) for path in folder.with_suffix(".txt") if path not in taken)
+    return [path for path, pure in texts if pure.parent in label_folders and pure.name not in NAMES]
+
+
+def _data_file(folder: Folder, path: str) -> tuple[DataFile, Counter[str]]:
+    """The settings, and the keys that are not read. Raises UserError if they are no such settings."""
+    file = folder.path(path)
+    if PurePosixPath(path).name in NAMES:
+        try:
+            lines = enumerate(folder.text(path).splitlines())
+        except UserError as error:
+            raise UserError(f"{file} cannot be read: {error}") from None
+        return DataFile(names={number: line.strip() for number, line in lines if line.strip()}), Counter()
+    data, keys = read_settings(DataFile, file), re.findall(r"(?m)^(\w+)[ \t]*:", folder.text(path))
+    if data.nc is not None and data.nc != len(data.names):
+        raise UserError(f"{file}: nc is {data.nc}, but names has {len(data.names)}")
+    return data, Counter(f"{path} {key}" for key in set(keys) - {each.name for each in fields(DataFile)})
 
 
 def _below(folder: Folder, entry: str, data_file: str) -> list[str]:
@@ -108,40 +133,22 @@ def _below(folder: Folder, entry: str, data_file: str) -> list[str]:
     )
 
 
-def _samples(folder: Folder, images: Sequence[str], names: dict[int, str]) -> Iterator[RawSample]:
-    known = set(folder.files)
-    taken: set[str] = set()
-    for image in images:
-        places = label_paths(image)
-        taken.update(places)
-        place = next((path for path in places if path in known), None)
-        try:
-            lines = folder.text(place).splitlines() if place else []
-        except EmptyText:
-            lines = []
-        except UnreadableText as error:
-            yield Place(place or image), [str(error)]
-            continue
-        why = "" if place else f"there is no {places[0]}"
-        yield Place(place or image), folder.row(image, *_boxes(lines, names), none_because=why)
-    label_folders = {PurePosixPath(path).parent for path in taken} - {PurePosixPath(path).parent for path in images}
-    for path in folder.with_suffix(".txt"):
-        pure = PurePosixPath(path)
-        if pure.parent in label_folders and path not in taken and pure.name not in NAMES:
-            similar = folder.similar(pure.name)
-            yield Place(path), [f"there is no image with this name{f', only {similar}' if similar else ''}"]
-
-
 def label_paths(image: str) -> tuple[str, str]:
     """The places of an image's boxes: with `labels` for the last `images` of its path, and beside it."""
     beside = str(PurePosixPath(image).with_suffix(".txt"))
     return re.sub("^(.*/)?images/", r"\1labels/", beside), beside
 
 
-def _boxes(lines: Sequence[str], names: dict[int, str]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
-    """The fields `boxes` and `problems` of a row."""
-    boxes: list[tuple[str, Any, Any]] = []
+def _boxes(folder: Folder, path: str, names: dict[int, str]) -> tuple[list[NamedBox], list[str]]:
+    """The boxes of a text file, and its problems."""
+    boxes: list[NamedBox] = []
     faults = []
+    try:
+        lines = folder.text(path).splitlines()
+    except EmptyText:
+        lines = []
+    except UserError as error:
+        return [], [error.message]
     for number, line in enumerate(lines, start=1):
         numbers = line.split()
         if not numbers:

@@ -17,8 +17,7 @@ import pyarrow as pa
 from stages.core.errors import UserError
 from stages.core.families import require_text
 from stages.data.conversation import Conversation, message
-from stages.data.near import Description, describe_text
-from stages.data.prepared import read_prepared
+from stages.data.splits import read_prepared
 from stages.data.texts import same_text
 
 Domain = Literal["truthfulqa", "qmsum"]
@@ -106,9 +105,6 @@ class Record:
         """A digest, equal for records that may not be in two splits: those of the same transcript, or of the same
         question."""
         return _digest(same_text(self.context or self.question))
-
-    def description(self) -> Description:
-        return describe_text(self.context or self.question)
 
     def content(self) -> list[Any]:
         return [self.question, self.context, self.best, self.correct, self.incorrect]

@@ -21,8 +21,10 @@ from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams
 from stages.core.records import dotted, shown
 from stages.core.tasks import PlainReader
-from stages.data.prepared import RawDataset, Rules, Sample, read_origin, read_text_files
+from stages.data.near import describe_text
+from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
 from stages.data.sources import READ_ON, Place, describe_folder, is_set, source_folder
+from stages.data.splits import read_origin
 from stages.data.texts import SURROGATE, json_objects, markup_problem, read_text
 from stages.tasks.moe.samples import SCHEMA, Domain, Record, read_split
 
@@ -54,7 +56,14 @@ def _summary(_: str, records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-RULES = Rules(schema=SCHEMA, summary=_summary, expected=FORM, subject="question or transcript", held_out=0.2)
+RULES = Rules(
+    schema=SCHEMA,
+    summary=_summary,
+    expected=FORM,
+    subject="question or transcript",
+    describe=lambda record: describe_text(record.context or record.question),
+    held_out=0.2,
+)
 
 
 def mix(parts: Mapping[str, int | None], prepared_dir: Path, *, with_selection: bool) -> RawDataset[Record]:

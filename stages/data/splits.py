@@ -1,0 +1,109 @@
+"""Prepared datasets, as training and evaluation read them.
+
+A prepared folder holds stats.json and a parquet file of each split: train, val, and test or selection if there is one
+(stages/data/prepared.py writes them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+from pydantic import ConfigDict
+
+from stages.core.errors import UserError
+from stages.core.records import read_record, rebuild
+from stages.data.parquet import read_rows, read_schema
+
+STATS_FILE = "stats.json"
+IMAGE_COLUMN = "images"
+"""The column of the images that conversations show, one or several a row."""
+
+T = TypeVar("T")
+
+
+def to_row(record: Any, schema: pa.Schema) -> dict[str, Any]:
+    """A record as a row of a prepared split: its attributes of the columns' names."""
+    return {name: getattr(record, name) for name in schema.names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A dataset of a mix."""
+
+    source: str
+    asked: int | None
+    """Training samples to take at most; None for all."""
+
+    __pydantic_config__ = ConfigDict(strict=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The source of a prepared dataset."""
+
+    source: str
+    """With the full commit of a hub dataset."""
+    parts: dict[str, Part] = field(default_factory=dict)
+    """The datasets of a mix, by name."""
+
+    __pydantic_config__ = ConfigDict(strict=True)
+
+
+def read_origin(prepared_dir: Path) -> Origin:
+    """Reads stats.json. Raises UserError if it is missing or damaged."""
+    return read_record(Origin, prepared_dir / STATS_FILE, fix=rebuild(f"prepare@{prepared_dir.name}"))
+
+
+def shows_images(prepared_dir: Path) -> bool:
+    """Whether conversations of a dataset show images: if any split has some, all have the column."""
+    return IMAGE_COLUMN in read_schema(prepared_dir / "train.parquet", fix=_rebuild(prepared_dir)).names
+
+
+def read_prepared(
+    prepared_dir: Path,
+    split: str,
+    schema: pa.Schema,
+    parse: Callable[[dict[str, Any]], T],
+    *,
+    may_lack: Collection[str] = (),
+    may_have: Sequence[pa.Field] = (),
+) -> list[T]:
+    """The records of a split that `write_prepared` wrote, in their order, at least one.
+
+    parse: makes a record of a row, which was checked before it was written. may_lack: columns whose value may be
+    missing. may_have: further columns at the end of some files, in this order.
+    Raises UserError if the split is not prepared, damaged, or another task's.
+    """
+    path, fix = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
+    if not path.is_file():
+        if (prepared_dir / STATS_FILE).is_file() and split == "test":
+            where = f"splits.test of the dataset {prepared_dir.name}"
+            raise UserError(f"{prepared_dir} has no test split; name its files in params.yaml, below {where}")
+        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
+    found = read_schema(path, fix=fix)
+    for column in may_have:
+        schema = schema.append(column) if column.name in found.names else schema
+    if not found.equals(schema):
+        wrong = [*_beyond(found, schema), *(f"no {column}" for column in _beyond(schema, found))]
+        raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {fix}")
+    records = []
+    for number, row in enumerate(read_rows(path, fix=fix)):
+        if missing := [name for name, value in row.items() if value is None and name not in may_lack]:
+            raise UserError(f"{path} row {number}: {', '.join(missing)} is missing; {fix}")
+        records.append(parse(row))
+    if not records:
+        raise UserError(f"{path} has no row; {fix}")
+    return records
+
+
+def _beyond(one: pa.Schema, other: pa.Schema) -> list[str]:
+    """The columns of one that the other lacks."""
+    return [f"{column.name} ({column.type})" for column in one if not any(map(column.equals, other))]
+
+
+def _rebuild(prepared_dir: Path) -> str:
+    return f"rebuild it with: {rebuild(f'prepare@{prepared_dir.name}')}"
