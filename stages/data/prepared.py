@@ -64,7 +64,7 @@ class Rules(Generic[R]):
     subject: str
     """A word for what may not be in two splits."""
     describe: Callable[[R], Description]
-    """The description of a record by which near-duplicates are found (`near`)."""
+    """The description of a record that finds near-duplicates (`near`)."""
     held_out: float
     """Share of the subjects that becomes the validation split of a dataset that has none: always the same ones."""
     separate_groups: bool = False
@@ -101,8 +101,8 @@ class RawDataset(Generic[R]):
         for samples in self.splits.values():
             yield from (record for _, record in samples if not isinstance(record, list))
 
-    def mapped(self, change: Callable[[R], R]) -> RawDataset[R]:
-        """The dataset with every record changed, which is read for it."""
+    def mapped(self, change: Callable[[R], R | list[str]]) -> RawDataset[R]:
+        """The dataset with every record changed, or its problems in its place. It is read for it."""
 
         def changed(samples: Iterable[Sample[R]]) -> list[Sample[R]]:
             return [(place, each if isinstance(each, list) else change(each)) for place, each in samples]
@@ -414,5 +414,3 @@ def folded(problems: Iterable[tuple[Place, str]]) -> list[str]:
 
 def counted(fields: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(fields.items()))
-
-

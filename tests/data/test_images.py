@@ -34,6 +34,13 @@ def saved(form: str, mode: str = "RGB", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
+def animated(form: str) -> bytes:
+    frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue")]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, form, save_all=True, append_images=frames[1:])
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "PA"])
 @pytest.mark.parametrize("form", ["PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", [1, 3])
@@ -80,6 +87,8 @@ def test_an_upright_image_keeps_its_bytes() -> None:
         (saved("TIFF"), "none of JPEG, PNG"),  # its tiles may be larger than the image
         (patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300], "unreadable image: .*truncated"),
         (png(size=(805, 4)), "unreadable image: 805 x 4 pixels: .* more than 200 times"),
+        (animated("PNG"), "unreadable image: an animation; save the frame that is meant"),
+        (animated("WEBP"), "unreadable image: an animation"),
         (saved("PNG", mode="I;16"), "greyscale pixels of more than 8 bits .*I;16"),
     ],
 )
@@ -137,9 +146,10 @@ def test_a_jpeg_of_too_many_scans_is_refused_before_it_is_decoded(monkeypatch: p
     assert "40 x 30 pixels in 50 scans" in problems(with_scans(50))[0]
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "MPO"])
-def test_photographs_of_every_usual_form_are_read(form: str) -> None:
-    assert parsed(saved(form)).open_image().size == (40, 30)
+@pytest.mark.parametrize("image", [*map(saved, ("JPEG", "PNG", "WEBP", "MPO")), animated("MPO")])
+def test_photographs_of_every_usual_form_are_read(image: bytes) -> None:
+    """A phone's MPO has a second image, such as a map of depths."""
+    assert parsed(image).open_image().size == (40, 30)
 
 
 def drawn(split: str, step: int) -> list[tuple[str, Image.Image]]:

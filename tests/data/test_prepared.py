@@ -206,6 +206,16 @@ def test_a_sample_that_resembles_one_of_another_split_is_counted_or_refused(
     assert "near_duplicates" not in prepare(tmp_path / "apart", f"{edited} {text}", short), "within a split all is well"
 
 
+@pytest.mark.parametrize(("count", "changed", "near"), [(21, 0, 0), (22, 0, 1), (60, 2, 1), (60, 6, 0)])
+def test_texts_of_22_words_are_near_duplicates_by_four_in_five_trigrams(
+    tmp_path: Path, count: int, changed: int, near: int
+) -> None:
+    words = [f"word{number}" for number in range(count)]
+    other = [f"Word{number}" if number % 9 or number // 9 >= changed else "changed" for number in range(count)]
+    stats = prepare(tmp_path / "out", "_".join([*other, ""]), "_".join(words))
+    assert len(stats.get("near_duplicates", ())) == near
+
+
 def test_validation_is_held_out_beside_a_test_split(tmp_path: Path) -> None:
     stats = prepare(tmp_path / "out", "a b c d e f g h i", test="x a", skip_invalid=True)
     assert stats["validation"] == "25% of what the training files hold, by a digest of each word"

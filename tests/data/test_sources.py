@@ -101,6 +101,7 @@ def test_files_belong_to_the_split_that_names_them_or_else_to_that_of_their_name
         ({"test": "publik*"}, r"splits\.test: 'publik\*' matches no file of .*: it holds 6 \.txt files"),
         ({"val": "dev*", "test": "d*.txt"}, r"splits\.test: .*dev\.txt is matched by another pattern too"),
         ({"test": "/etc/*"}, r"splits\.test: '/etc/\*' is no pattern"),
+        ({"test": "notes*"}, r"splits\.test: 'notes\*' matches no file"),  # `*` stays within a folder
         ({"test": "../*"}, r"leads out of"),
         ({"train": "more", "test": "more"}, r"splits\.train: 'more' matches no file"),
         ({"val": "train*"}, "no training files: it holds 6 .txt files.*Expected: files of words"),

@@ -123,6 +123,11 @@ FORMS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         },
         [("system", "Be brief."), *WHO, ("user", "Translate.\nMoi?"), ("assistant", "Me?")],
     ),
+    "Dolly": (
+        {"instruction": "Who?", "context": "There is nobody else.", "response": "You.", "category": "open_qa"},
+        [("user", "Who?\nThere is nobody else."), ("assistant", "You.")],
+    ),
+    "Dolly without a context": ({"instruction": "Who?", "context": "", "response": "You."}, WHO),
     "ms-swift": (
         {"query": "And?", "response": "Me.", "system": "Be brief.", "history": [["Who?", "You."]]},
         [("system", "Be brief."), *WHO, ("user", "And?"), ("assistant", "Me.")],
@@ -199,10 +204,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "message 2 has the role 'system'",
     ),
     "Bedrock's system prompt": ({**TALK, "system": [{"text": "Be brief."}]}, "system, message 1 has the role None"),
-    "Dolly": (
-        {"instruction": "Who?", "context": "", "response": "You."},
-        "no conversation: found instruction, response, expected",
-    ),
     "text alone": ({"text": "Who?"}, "expected messages, or conversations, or "),
     "half of a turn in the history": ({"query": "Who?", "response": "You.", "history": [["One?"]]}, "history, turn 1"),
     "another case": ({**TALK, "Label": False}, "Label is set, which this task does not read: KTO's verdict"),
@@ -350,6 +351,17 @@ def test_a_placeholder_is_text_in_a_dataset_without_images(tmp_path: Path) -> No
     _, problems = prepared(tmp_path, "line", [{"prompt": "What is <image> in RSS?", "completion": "An image's tag."}])
     assert problems == {}
     assert read_split(tmp_path / "out", "train")[0].question == "What is <image> in RSS?"
+
+
+@pytest.mark.parametrize("root", ["/home/someone/", "../elsewhere/", "C:\\data\\"])
+def test_an_image_is_found_whatever_root_its_row_names(tmp_path: Path, root: str) -> None:
+    for name, image in {"p/cat.png": CAT, "p/same.png": CAT, "q/same.png": DOG}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(image)
+    names = (f"{root}cat.png", f"{root}q/same.png", f"{root}same.png")
+    _, problems = prepared(tmp_path, "line", [{**line(number), "image": name} for number, name in enumerate(names)])
+    assert [each.shown_images[0].image for each in read_split(tmp_path / "out", "train")] == [CAT, DOG]
+    assert "2 images have this name: p/same.png, q/same.png" in problems[2]
 
 
 @pytest.mark.parametrize("on_disk", ["a\u0309nh", "\u1ea3nh"])

@@ -136,6 +136,12 @@ def test_the_pixels_of_images_belong_to_the_question(tmp_path: Path) -> None:
     assert "train.jsonl line 1 and val.jsonl line 2: 'or'" in refused(tmp_path)
 
 
+def test_the_same_image_with_another_question_may_be_in_two_splits(tmp_path: Path) -> None:
+    for name, question in (("train", {**TEXT, "text": "Which colour?"}), ("val", {**TEXT, "text": "What shape?"})):
+        as_lines(tmp_path, {"messages": asked(IMAGE, question), "images": [BLUE]}, name=name)
+    assert [len(records) for records in prepared(tmp_path).values()] == [1, 1]
+
+
 def with_image(*images: Any) -> dict[str, Any]:
     return {"messages": asked(TEXT), "images": list(images)}
 
@@ -159,6 +165,7 @@ WRONG: list[tuple[Any, list[str]]] = [
     ({"messages": [{"role": "user", "content": "\\ud800"}, ANSWER]}, ["surrogate"]),
     ({"messages": [USER, ANSWER], "who": None}, ["who is None"]),
     ({"messages": [USER, ANSWER]}, ["the answer is no JSON", "'You.'"]),
+    ({"prompt": "Who?", "completion": '{"a": 1, "a": 2}'}, ["the answer is no JSON, or has a key twice"]),
     ({"messages": asked(IMAGE)}, ["1 place of an image, but 0 images"]),
     ({**with_image("a.png"), "image": "a.png"}, ["image and images are both set"]),
     ({**with_image("a.png"), "messages": [USER, {**ANSWER, "content": [IMAGE]}]}, ["message 2 shows an image"]),

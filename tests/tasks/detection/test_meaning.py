@@ -15,6 +15,8 @@ from stages.core.errors import UserError
 from stages.core.records import parse
 from stages.tasks.detection.samples import DetectionRecord, ForModel, read_split
 from stages.tasks.detection.samples.boxes import decode_boxes, encode_boxes
+from stages.tasks.detection.sources import coco as coco_form
+from stages.tasks.detection.sources import voc as voc_form
 from stages.tasks.detection.sources.rows import NO_PLAIN_BOX, Reader
 from tests.data.images import png
 from tests.tasks import prepare
@@ -137,6 +139,28 @@ def test_other_fields_of_boxes_are_counted_and_refused_on_request(
     assert "unread_fields" not in read(write_samples(tmp_path / "plain", form, NAMES), form, strict=True)[0]
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "yolo"])
+@pytest.mark.parametrize("value", ["", "false", "0", 0.0])
+def test_a_field_of_a_box_that_says_nothing_is_as_none(tmp_path: Path, form: str, value: Any) -> None:
+    folder = write_samples(tmp_path / "in", form, NAMES, field=("ignore", value))
+    assert len(read(folder, form, strict=True)[1]["train"]) == 2
+
+
+def test_the_formats_own_fields_that_change_nothing_are_ignored(tmp_path: Path) -> None:
+    coco, voc = (write_samples(tmp_path / form, form, NAMES) for form in ("coco", "voc"))
+    for path in coco.rglob("*.json"):
+        document = json.loads(path.read_text())
+        for kind, keys in coco_form.DESCRIBING.items():
+            document[kind] = [entry | {key: "x" for key in keys if key != "iscrowd"} for entry in document[kind]]
+        path.write_text(json.dumps({"info": {"year": 1}, "licenses": [1], **document}))
+    for path in voc.rglob("*.xml"):
+        elements = "".join(f"<{tag}>1</{tag}>" for tag in voc_form.DESCRIBING)
+        text = path.read_text().replace("<annotation>", f"<annotation>{elements}<filename>other.png</filename>")
+        path.write_text(text.replace("<object>", f"<object>{elements}"))
+    for form, folder in (("coco", coco), ("voc", voc)):
+        assert names_of(read(folder, form, strict=True)[1]) == NAMES, "nor is VOC's filename read"
+
+
 def test_a_rotation_among_cvats_attributes_is_refused(tmp_path: Path) -> None:
     for degrees, refused in ((12.5, True), (0.0, False)):
         folder = write_samples(tmp_path / f"coco {degrees}", "coco", NAMES, field=("attributes", {"rotation": degrees}))
@@ -203,8 +227,8 @@ def test_yolo_has_only_keys_of_its_settings_and_what_is_no_box_is_refused(tmp_pa
     write(folder / "data.yaml", "names: [cup]\nnc: 5\n")
     assert "nc is 5, but names has 1" in refusal(folder, "yolo")
     write(folder / "data.yaml", "names: [cup]\n")
-    for count, what in ((5, "3 fields"), (4, "9 fields of an outline or a rotated box")):
-        write(folder / "train/a.txt", "0 " + "0.1 0.1 " * (count if count == 4 else 1))
+    for count, what in ((3, "3 fields"), (6, "6 fields"), (9, "9 fields of an outline or a rotated box")):
+        write(folder / "train/a.txt", "0 " + "0.1 " * (count - 1))
         assert what in refusal(folder, "yolo")
     write(folder / "train/a.txt", "0.000000e+00 5.0e-01 5.0e-01 2.0e-01 2.0E-01\n")
     assert read(folder, "yolo")[1]["train"][0].boxes == ((0.4, 0.4, 0.6, 0.6),)
@@ -238,6 +262,30 @@ def test_a_file_is_the_same_however_unicode_composes_its_name(
     assert all(len(record.boxes) == 1 for records in splits.values() for record in records)
     write(folder / "train" / f"{unicodedata.normalize(named, 'ảnh ế')}.png", png())
     assert "differ only in how Unicode composes" in refusal(folder, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("train", "val"), [("train", "valid"), ("training", "validation"), ("Train", "val")])
+def test_splits_are_known_by_every_usual_word(tmp_path: Path, form: str, train: str, val: str) -> None:
+    for index, word in enumerate((val, "dev", "test", "testing")):
+        names = {train: ["a"], **{each: [each] for each in (val, "dev", "test")[index:]}, word: ["c"]}
+        folder = write_samples(tmp_path / word, form, names)
+        assert names_of(read(folder, form)[1]) == {"train": ["a"], "val": ["c"]}
+
+
+@pytest.mark.parametrize("layout", ["images/{split}/{name}.png", "{split}/images/{name}.png", "{split}/{name}.png"])
+def test_the_usual_layouts_of_yolo_are_read(tmp_path: Path, layout: str) -> None:
+    for split, some in NAMES.items():
+        for number, name in enumerate(some):
+            image = tmp_path / "in" / layout.format(split=split, name=name)
+            write(image, png((9, number, len(split))))
+            labels = str(image.relative_to(tmp_path)).replace("images/", "labels/")
+            write((tmp_path / labels).with_suffix(".txt"), "0 0.5 0.5 0.2 0.2\n")
+    for file, content in {"obj.names": "cup\n", "data.yaml": "names: [cup]\npath: /elsewhere\n"}.items():
+        write(tmp_path / "in" / file, content)
+        _, splits = read(tmp_path / "in", "yolo", strict=True)
+        assert names_of(splits) == NAMES
+        assert all(len(record.boxes) == 1 for records in splits.values() for record in records)
 
 
 @pytest.mark.parametrize("form", FOLDERS)
@@ -416,8 +464,15 @@ def test_what_makes_a_coco_file_ambiguous_is_refused(tmp_path: Path) -> None:
     assert len(read(folder, "coco")[1]["train"]) == 2
     path.write_text(json.dumps(document).replace('"bbox": [4', '"bbox": [9, 9, 9, 9], "bbox": [4'))
     assert "the key 'bbox' is there twice" in refusal(folder, "coco")
-    path.write_text(json.dumps(document).replace('"bbox": [4, 3, 16, 12]', '"segmentation": [[1, 2, 3, 4, 5, 6]]'))
-    assert "annotation 1: segmentation without a bbox; export boxes" in refusal(folder, "coco")
+    for key in coco_form.NO_BOX:
+        path.write_text(json.dumps(document).replace('"bbox": [4, 3, 16, 12]', f'"{key}": "x"'))
+        assert f"annotation 1: {key} without a bbox; export boxes" in refusal(folder, "coco")
+    path.write_text(json.dumps(document).replace('"bbox"', '"bbox_mode": 0, "bbox"'))
+    assert "annotation 1: bbox_mode: input should be 1, found 0" in refusal(folder, "coco")
+    path.write_text(json.dumps(document))
+    write(folder / "train/more.json", json.dumps(document))
+    assert "more.json image 0: the image train/a.png is that of train/_annotations" in refusal(folder, "coco")
+    (folder / "train/more.json").unlink()
     path.write_text("")
     assert "train/_annotations.coco.json: the file is empty" in refusal(folder, "coco")
 

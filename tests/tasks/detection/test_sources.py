@@ -240,6 +240,15 @@ def test_an_image_is_found_beside_its_annotations_and_unused_files_are_logged(
     assert "image 'a.png': 2 images have this name: train2017/a.png" in refusal(tmp_path, "coco")
 
 
+def test_parquet_without_a_column_is_refused_by_file(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "parquet", train=[row()])
+    lacking = r"train-0.*.parquet lacks name, photo, found.box, found.kind, for all 1 rows\nExpected: parquet"
+    with pytest.raises(UserError, match=lacking):
+        prepare(
+            "detection", f"folder:{tmp_path}/parquet", out_dir=tmp_path / "out", reader=Reader(columns=COLUMNS, **ASKED)
+        )
+
+
 NAMED = {"coco": "**/*exam*.json", "yolo": "exam/**/*", "voc": "**/exam.txt", "parquet": "data/exam*"}
 
 

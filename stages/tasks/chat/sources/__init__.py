@@ -73,20 +73,15 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
         schema = schema.append(UNLEARNT)
     if any(record.shown_images for record in found.records()):
         schema = schema.append(IMAGES)
-        found = replace(found, splits={split: _without_images(some) for split, some in found.splits.items()})
+        found = found.mapped(_with_image)
     rules = replace(rules, schema=schema)
     return replace(_grouped(found), rules=rules, source=resolved, unread_fields=unread, strict=reader.strict)
 
 
-def _without_images(samples: Iterable[Sample[Record]]) -> list[Sample[Record]]:
-    """The samples, those invalid that have a place for an image and no image: in a dataset without any, it is text."""
-
-    def missing(record: Record | list[str]) -> bool:
-        if isinstance(record, list) or record.shown_images:
-            return False
-        return any(PLACEHOLDER in message.content for message in record.messages)
-
-    return [(at, [f"{PLACEHOLDER} in a text, but no image"] if missing(each) else each) for at, each in samples]
+def _with_image(record: Record) -> Record | list[str]:
+    """The record, or its problem if it has a place for an image and no image: in a dataset without any, it is text."""
+    placed = any(PLACEHOLDER in message.content for message in record.messages)
+    return [f"{PLACEHOLDER} in a text, but no image"] if placed and not record.shown_images else record
 
 
 def _rules(reader: Reader) -> Rules[Record]:

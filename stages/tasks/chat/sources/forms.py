@@ -46,6 +46,7 @@ FORMS = (
     Form("conversation (LMSYS)", ("conversation",)),
     Form("prompt and completion (TRL)", ("prompt", "completion")),
     Form("instruction and output (Alpaca, LLaMA-Factory)", ("instruction", "output"), ("input", "history")),
+    Form("instruction and response (Dolly)", ("instruction", "response"), ("context",)),
     Form("query and response (ms-swift)", ("query", "response"), ("history",)),
 )
 BESIDE = ("system", "images", "image")
@@ -80,7 +81,7 @@ REFUSED = {
         "a system prompt under another name; `system` is read": (
             "system_prompt system_message system_instruction preamble"
         ),
-        "texts that the question is about (Dolly, Cohere)": "context documents",
+        "texts that the question is about (Cohere)": "documents",
         "another conversation (Gemini, Cohere, axolotl)": "contents chat_history segments",
     }.items()
     for key in keys.split()
@@ -199,7 +200,7 @@ def _sections(content: Mapping[str, Any], form: Form) -> Iterator[tuple[str, Any
         for role, side in zip(("user", "assistant"), sides, strict=False):
             yield f"history, turn {number}", as_list(role, side)
     question, answer = form.needed
-    asked = [content[key] for key in (question, "input") if key in form.keys and is_set(content.get(key))]
+    asked = [content[key] for key in (question, "input", "context") if key in form.keys and is_set(content.get(key))]
     joined = "\n".join(asked) if all(isinstance(each, str) for each in asked) else content[question]
     yield question, as_list("user", joined)
     yield answer, as_list("assistant", content[answer])

@@ -22,7 +22,6 @@ from stages.data.prepared import RawDataset, Rules, Sample
 from stages.data.sources import READ_ON, describe_folder, files_by_split, parquet_folder, table_rows
 from stages.data.texts import markup_problem
 from stages.tasks.detection.samples import SCHEMA, DetectionRecord
-from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
 from stages.tasks.detection.sources import coco, voc, yolo
 from stages.tasks.detection.sources.rows import (
     NO_PLAIN_BOX,
@@ -91,7 +90,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
 
 
 def _require_answerable(reader: Reader) -> None:
-    """Raises UserError if a label or the prompt cannot be asked for, or not be read back out of an answer."""
+    """Raises UserError if a label or the prompt cannot be asked for. The plan reads all labels back out of answers."""
     if problem := markup_problem(*reader.labels(), reader.question()):
         raise UserError(f"the dataset's category and prompt in params.yaml: {problem}")
     known = reader.categories()
@@ -99,11 +98,6 @@ def _require_answerable(reader: Reader) -> None:
         raise UserError(
             f"the dataset's label in params.yaml: {strange[0]!r} is not asked for{nearest(strange[0], known)}"
         )
-    family = codec_of(reader.answer, "qwen2_vl")
-    for label in reader.labels():
-        answer = encode_boxes([(0.25, 0.25, 0.75, 0.75)], family=family, label=label)
-        if decode_boxes(answer, family=family).labels != (label,):
-            raise UserError(f"the label {label!r} does not come back out of an answer that names it; take another")
 
 
 def _form_of(folder: Folder, wanted: DataForm | None) -> str:
@@ -174,21 +168,17 @@ def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence
     image, image_id = value_at(row, columns.image), value_at(row, columns.image_id) if columns.image_id else place
     bboxes, categories = (value_at(row, column) for column in (columns.boxes, columns.category))
     width, height = (row.get(name) for name in SIZE)
-
-    def named(category: Any) -> Any:
-        return names[category] if isinstance(category, int) and 0 <= category < len(names) else category
-
-    boxes, problems = [], []
-    if bboxes is not None or categories is not None:
-        if isinstance(bboxes, list) and isinstance(categories, list) and len(bboxes) == len(categories):
-            boxes = [(f"box {i}", bbox, named(categories[i])) for i, bbox in enumerate(bboxes)]
-        else:
-            found = f"{columns.boxes} is {shown(bboxes)}, and {columns.category} {shown(categories)}"
-            problems = [f"{found}; expected two lists of the same length"]
     outer = value_at(row, columns.boxes.rpartition(".")[0]) if "." in columns.boxes else row
-    for index, (name, _, _) in enumerate(boxes):
-        if fault := no_plain_box(_item(outer, index)):
-            problems.append(f"{name} {fault}")
+    boxes, problems = [], []
+    if isinstance(bboxes, list) and isinstance(categories, list) and len(bboxes) == len(categories):
+        for index, (bbox, category) in enumerate(zip(bboxes, categories, strict=True)):
+            numbered = isinstance(category, int) and 0 <= category < len(names)
+            boxes.append((name := f"box {index}", bbox, names[category] if numbered else category))
+            if fault := no_plain_box(_item(outer, index)):
+                problems.append(f"{name} {fault}")
+    elif bboxes is not None or categories is not None:
+        found = f"{columns.boxes} is {shown(bboxes)}, and {columns.category} {shown(categories)}"
+        problems = [f"{found}; expected two lists of the same length"]
     return Row(
         str(image_id) if isinstance(image_id, int) else image_id,
         image.get("bytes") if isinstance(image, Mapping) else image,
@@ -203,8 +193,7 @@ def _item(columns: Any, index: int) -> Mapping[str, Any]:
     """The fields of one box, of a struct of lists or a list of structs."""
     if isinstance(columns, list):
         return columns[index] if isinstance(columns[index], Mapping) else {}
-    lists = ((name, each) for name, each in columns.items() if isinstance(each, list) and len(each) > index)
-    return {name: each[index] for name, each in lists}
+    return {name: each[index] for name, each in columns.items() if isinstance(each, list) and len(each) > index}
 
 
 def _class_names(path: Path, column: str) -> list[str] | None:
