@@ -96,7 +96,7 @@ EVALUATED = ("evaluate@r3-two-stage", "baseline@base-vlm")
 
 @pytest.fixture(scope="session")
 def on_the_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """The same recipes as processes of this machine, one after the other, in a workspace of its own; under way."""
+    """`dvc repro` of these recipes as processes of this machine, in a workspace of its own. It is still at work."""
     workspace = copy_of_checkout(tmp_path_factory.mktemp("smoke") / "on the host")
     command = (sys.executable, "-m", "dvc", "repro", EVALUATED[0])
     running = Command(workspace, *command, env=environment(BAKEOFF_ENGINE="process", OMP_NUM_THREADS="2"))
