@@ -18,7 +18,7 @@ OPENINGS = re.compile(r"(Of|What|Who|Whose|Where|How|As|Likewise|Those|To be|The
 """First words of a docstring or comment that continue the name above it instead of naming their subject."""
 WORDS = re.compile(
     r"\b(mend(s|ed|ing)?|astray|heed(s|ed)?|testif\w+|at hand|weigh(s|ed|ing)?|pictures?|anew|likewise|foresee\w*|told"
-    r"|thereof|beforehand|goes round|by which|lack of memory|nobody knows|too little in it)\b",
+    r"|thereof|beforehand|goes round|by which|whose|lack of memory|nobody knows|too little in it)\b",
     re.IGNORECASE,
 )
 """Words for which the field has a standard term, such as image, score, again, fix."""

@@ -166,7 +166,7 @@ def write_prepared(
 ) -> dict[str, Any]:
     """Check a dataset and write it, whole or not at all, to `out_dir`. Samples are held in memory without images.
 
-    data.skip_invalid: leave out invalid samples, and samples whose subject is in a split that is scored later, counted
+    data.skip_invalid: leave out invalid samples, and samples with a subject of a split that is scored later, counted
     and listed in stats.json, instead of refusing them. data.selection: about this share of the training subjects
     becomes the selection split: always the same ones. limit: at most this many records of a split, chosen by content.
     Returns the content of stats.json. Raises UserError if samples are invalid, a split is empty or a subject is in
@@ -212,9 +212,9 @@ class _Split(Generic[R]):
     """One entry a problem; a sample can have several."""
     invalid_rows: int = 0
     leaked: list[tuple[Place, str, Place, str]] = field(default_factory=list)
-    """Samples whose subject is in another split: their place, that split, its place there, and a name."""
+    """Samples with a subject of another split: their place, that split, its place there, and a name."""
     in_groups: Counter[str] = field(default_factory=Counter)
-    """Counts of other samples whose group is in another split, by that split."""
+    """Counts of other samples with a group of another split, by that split."""
     digest: Any = field(default_factory=hashlib.sha256)
 
     def valid(self, samples: Iterable[Sample[R]]) -> Iterator[tuple[Place, R]]:
@@ -325,8 +325,8 @@ class _Preparation(Generic[R]):
         ]
         if leaked and not self.data.skip_invalid:
             raise UserError(
-                f"{self.dataset.source} has {pluralize(len(leaked), 'sample')} whose {self.rules.subject} is in "
-                f"another split too, which makes scores worthless:\n{listed(leaked)}\n"
+                f"{self.dataset.source} has {pluralize(len(leaked), 'sample')} with the same {self.rules.subject} in "
+                f"another split, which makes scores worthless:\n{listed(leaked)}\n"
                 "Remove each from one of them, or set data.skip_invalid: true in params.yaml, which keeps it in test "
                 "rather than val, and in val rather than train"
             )

@@ -79,7 +79,7 @@ def table_rows(
 
 
 class WrongSplit(UserError):
-    """Raised for an entry of a dataset's `splits` whose files are not there, or are another split's too; the message
+    """Raised for an entry of a dataset's `splits` with files that are not there, or another split's too; the message
     begins with its path below the dataset's."""
 
 
@@ -105,7 +105,7 @@ def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
 def files_by_split(
     folder: Path, files: Sequence[Path], splits: SplitParams, *, expected: str, named_train: bool = True
 ) -> dict[str, list[Path]]:
-    """The files of each split: those that `splits` names; of the others `files` whose names begin with the word train,
+    """The files of each split: those that `splits` names; of the other `files`, those named train...,
     and those of the first of VALIDATION. Without `val` if there are none. devices.jsonl does not begin with dev.
 
     named_train: whether files to train on are called so; else, without any train*, all others are.

@@ -74,7 +74,7 @@ def read_prepared(
 ) -> list[T]:
     """The records of a split that `write_prepared` wrote, in their order, at least one.
 
-    parse: makes a record of a row, which was checked before it was written. may_lack: columns whose value may be
+    parse: makes a record of a row, which was checked before it was written. may_lack: columns with a value that may be
     missing. may_have: further columns at the end of some files, in this order.
     Raises UserError if the split is not prepared, damaged, or another task's.
     """

@@ -92,7 +92,7 @@ def test_a_group_in_two_given_splits_is_counted_or_refused(tmp_path: Path, caplo
     assert stats["train"]["in_groups_of"] == {"val": 2}
     assert words(tmp_path / "out", "train") == ["a+x", "b+x", "c+y", "d"]
     assert "2 samples of train may make scores too good: their groups are in val too" in caplog.text
-    with pytest.raises(UserError, match="2 samples whose word is in another split too"):
+    with pytest.raises(UserError, match="2 samples with the same word in another split"):
         prepare(tmp_path / "refused", "a+x b+x c+y d", "e+x f", separate_groups=True)
 
 
@@ -141,7 +141,12 @@ def test_the_same_samples_give_the_same_bytes_and_others_another_digest(tmp_path
         ("a", "!b", {}, ("Nothing of val is valid", "Expected: files of words")),
         ("!b", None, {}, ("Nothing of train is valid",)),
         ("a " + "! " * 30, "d", {}, ("30 invalid samples", "line 2: it shouts (and 29 more")),
-        ("a B b", "b c b", {}, ("2 samples whose word", "train and val: train.txt line 2 and val.txt line 1: B")),
+        (
+            "a B b",
+            "b c b",
+            {},
+            ("2 samples with the same word", "train.txt line 2 and val.txt line 1: B"),
+        ),
         ("a !b", "a", {"skip_invalid": True}, ("no valid sample in the split train; 2 samples left out",)),
         ("a", "!b", {"skip_invalid": True}, ("val.txt line 1: it shouts", "Nothing of val is valid")),
         ("a !b c", "d", {"selection": 0.5}, ("Correct them, or leave them out",)),

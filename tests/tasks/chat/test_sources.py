@@ -222,9 +222,9 @@ def test_the_same_question_is_in_one_split_whatever_its_group(tmp_path: Path) ->
     write_lines(tmp_path / "train.jsonl", line(1, who="a"), line(2, who="b"), line(3, who="c"))
     write_lines(tmp_path / "val.jsonl", line(9, who="z"), {"messages": messages("what  is 2?", "No."), "who": "y"})
     message = refused(tmp_path, group="who")
-    assert "1 sample whose question or who is in another split too" in message
+    assert "1 sample with the same question or who in another split" in message
     assert "train.jsonl line 2 and val.jsonl line 2: 'What is 2?'" in message
-    assert "1 sample whose question is" in refused(tmp_path)
+    assert "1 sample with the same question in" in refused(tmp_path)
 
 
 def test_a_group_is_held_out_whole_with_all_that_ask_the_same(tmp_path: Path) -> None:
