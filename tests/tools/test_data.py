@@ -14,6 +14,7 @@ from stages.core.params.schema import DataParams, DatasetParams, LimitParams, Sp
 from stages.core.tasks import load_task
 from stages.data.prepared import prepare
 from tests import ROOT
+from tests.data.images import png
 from tests.stage_runs import read_params, write_params, write_workspace
 from tests.tasks.detection.written import PHOTOS, WRITERS, Photo
 from tools.data.__main__ import main
@@ -185,8 +186,23 @@ def test_a_folder_of_conversations_is_shown_with_the_entry_that_reads_it(
     assert sum(split["records"] for split in stats["splits"].values()) == 20
 
 
-def test_a_folder_of_rows_in_no_known_form_says_what_is_expected(workspace: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("train.jsonl", '{"question": "Who?", "answer": "You."}\n', "train.jsonl has question, answer in a row;"),
+        ("metadata.jsonl", '{"file_name": "a.png", "text": "Cup"}\n', "metadata.jsonl has file_name, text in a row;"),
+        ("a.json", '{"imagePath": "a.png", "shapes": [{"label": "cup"}]}', "1 .json file (a.json)"),
+        ("boxes.csv", "image,xmin,ymin,xmax,ymax\na.png,1,2,3,4\n", "1 .csv file (boxes.csv)"),
+    ],
+)
+def test_a_folder_in_no_known_form_says_what_is_expected(
+    workspace: Path, file: str, content: str, message: str
+) -> None:
     (workspace / "talks").mkdir()
-    (workspace / "talks/train.jsonl").write_text('{"question": "Who?", "answer": "You."}\n')
-    message = run("talks").output
-    assert "train.jsonl has question, answer in a row; expected messages, or conversations" in message
+    (workspace / "talks/a.png").write_bytes(png())
+    (workspace / "talks" / file).write_text(content)
+    ended = run("talks")
+    assert ended.exit_code == 1
+    assert message in ended.output
+    expected = "expected messages, or conversations|Expected one of:\n.*COCO.*YOLO.*Pascal VOC"
+    assert re.search(expected, ended.output, re.DOTALL)

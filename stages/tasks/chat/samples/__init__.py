@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from stages.core.records import distinct, shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
 from stages.data.splits import IMAGE_COLUMN, read_prepared, to_row
-from stages.data.texts import TextMetric, same_text
+from stages.data.texts import TextMetric, composed, same_text
 
 SCHEMA = pa.schema(
     [
@@ -242,7 +241,7 @@ def json_fields(text: str) -> Fields | None:
 
 
 def _composed(value: Any) -> Any:
-    return unicodedata.normalize("NFC", value) if isinstance(value, str) else value
+    return composed(value) if isinstance(value, str) else value
 
 
 def field_accuracy(completion: str, truth: str) -> float:

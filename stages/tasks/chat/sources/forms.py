@@ -117,16 +117,12 @@ def unread_keys(content: Mapping[str, Any]) -> list[str]:
 
 
 @lru_cache(maxsize=4096)
-def _meaning(key: str) -> str | None:
-    """The meaning of a key that is refused, also in another case or without its underscores."""
+def _meaning(key: str) -> str:
+    """The meaning of a key that is refused, also in another case or without its underscores; empty for another key."""
     plain = _plain(key)
     if key not in READ and plain in _PLAIN_READ:
         return f"another spelling of {_PLAIN_READ[plain]}, which is read"
-    return _PLAIN_REFUSED.get(plain)
-
-
-def _by_meaning(key: str) -> str:
-    return _meaning(key) or ""
+    return _PLAIN_REFUSED.get(plain, "")
 
 
 def _plain(key: str) -> str:
@@ -148,7 +144,7 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
     keys = [key for key, value in content.items() if is_set(value)]
     # LLaMA-Factory writes an empty list of tools as a text.
     if refused := [key for key in keys if content[key] != "[]" and _meaning(key)]:
-        return [_refusal(*same) for _, same in groupby(sorted(refused, key=_by_meaning), _by_meaning)]
+        return [_refusal(*same) for _, same in groupby(sorted(refused, key=_meaning), _meaning)]
     form, count, problems = form_of(content), len(images_of(content)), list[str]()
     if form is None:
         named = cut(", ".join(dotted([key]) for key in keys)) or "nothing"
@@ -178,9 +174,9 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
 
 def _refusal(*keys: str, where: str = "") -> str:
     """keys: of one meaning."""
+    names, are = ", ".join(dotted([key]) for key in keys), "is" if len(keys) == 1 else "are"
     meaning = f": {found}" if (found := _meaning(keys[0])) else ""
-    are = "is set, which this task does not read" if len(keys) == 1 else "are set, which this task does not read"
-    return f"{where}{', '.join(dotted([key]) for key in keys)} {are}{meaning}"
+    return f"{where}{names} {are} set, which this task does not read{meaning}"
 
 
 def _sections(content: Mapping[str, Any], form: Form) -> Iterator[tuple[str, Any]]:
