@@ -145,7 +145,7 @@ def test_the_same_samples_give_the_same_bytes_and_others_another_digest(tmp_path
             "a B b",
             "b c b",
             {},
-            ("2 samples with the same word", "train.txt line 2 and val.txt line 1: B"),
+            ("2 samples with the same word", "train and val: train.txt line 2 and val.txt line 1: B"),
         ),
         ("a !b", "a", {"skip_invalid": True}, ("no valid sample in the split train; 2 samples left out",)),
         ("a", "!b", {"skip_invalid": True}, ("val.txt line 1: it shouts", "Nothing of val is valid")),
