@@ -123,6 +123,7 @@ def evaluate_model(
     run_dir = Path("data/runs") / name
     model_dir, lineage = certified_model(params, name)
     profile = params.active
+    options = params.baselines[name].template_options if name in params.baselines else {}
     planned = read_memory(name) if name in params.recipes else None
     largest = planned.evaluation_batch_size if planned else MAX_BATCH_SIZE
     batch_size = batch_size_for(profile.evaluation, len(questions), largest=largest, attempt=attempt)
@@ -134,11 +135,15 @@ def evaluate_model(
             model_digest=lineage.digest,
             profile=profile,
             questions=questions,
+            template_options=options,
             attempt=attempt,
         )
         by_vllm = engine.generate(run_dir)
     generator, memory = load_generator(
-        model_dir, profile, task.samples, answer_format=task.answer_format, batch_size=batch_size
+        *(model_dir, profile, task.samples),
+        answer_format=task.answer_format,
+        batch_size=batch_size,
+        template_options=options,
     )
     if engine and by_vllm:
         certificate, completions = engine.certify(by_vllm, generator)

@@ -64,7 +64,7 @@ def main(recipe: str, attempt: int) -> None:
     )
     quantization = TrainingSummary.read(run_dir / "training/training.json", fix=rebuild(f"train@{recipe}")).quantization
     samples, scoring = load_task(plan.task, "samples"), load_task(plan.task, "scoring")
-    processor = load_processor(base_dir, plan.images)
+    processor = load_processor(base_dir, plan.images, plan.template_options)
     probes = [probe for probe in samples.probes(plan.answer_format) if accepts(processor, probe)]
     memory = MemoryLog(gpus_in_use(device))
 

@@ -73,7 +73,7 @@ def train(plan: Plan, attempt: int) -> None:
     base = read_base(plan.base_dir)
     tracking = tracking_arguments(params.tracking, plan.recipe)
     # Check what a person may have to fix before the weights, which can take minutes to load.
-    processor = load_processor(Path(plan.base_dir), plan.images)
+    processor = load_processor(Path(plan.base_dir), plan.images, plan.template_options)
     samples = load_task(plan.task, "samples")
     records = samples.read_split(Path(plan.data_dir), "train")
     collator = ConversationCollator.for_plan(plan, processor, records, samples)

@@ -36,7 +36,7 @@ DISTILLED = (TEMPLATES_DIR / "deepseek_r1_distill.jinja").read_text()
             ("chat_template.jinja", template, "the chat template of my model (chat_template.jinja")
             for template in ("{{ 1/0 }}", "{% if %}")
         ),
-        ("chat_template.jinja", DISTILLED, "it prompts a model with"),
+        ("chat_template.jinja", DISTILLED, "so the model never stops"),
     ],
 )
 def test_a_damaged_folder_is_refused_by_the_name_that_the_user_gave(

@@ -17,7 +17,7 @@ import click
 
 from stages.core.errors import UserError, configure_logging
 from stages.core.params import load_params
-from stages.core.params.schema import Params
+from stages.core.params.schema import Params, TemplateOptions
 from stages.core.records import rebuild
 from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate
 from stages.evaluation.vllm.environment import WORKER, engine_options, installed
@@ -39,7 +39,11 @@ def main(name: str, port: int) -> None:
     vllm = installed(profile.device.kind)
     certificate = require_certificate(params, name, model=lineage.digest, engine=f"vLLM {vllm.version()}")
     log.info("certified: %s", certificate)
-    options = server_options(engine_options(name, model_dir, profile, images=certificate.images), port)
+    options = server_options(
+        engine_options(name, model_dir, profile, images=certificate.images),
+        port,
+        OPTIONS | params.subject(name).template_options,
+    )
     log.info("serving %s at http://127.0.0.1:%d/v1; Ctrl-C ends it", name, port)
     os.execve(vllm.python, [str(vllm.python), str(WORKER), "serve", *options], vllm.variables)
 
@@ -74,14 +78,14 @@ def device_name(params: Params) -> str:
     return torch.cuda.get_device_name()
 
 
-def server_options(engine: dict[str, Any], port: int) -> list[str]:
+def server_options(engine: dict[str, Any], port: int, template_options: TemplateOptions) -> list[str]:
     """Command line of `vllm serve` from keywords of vLLM's EngineArgs."""
     options = engine | {
         "host": "127.0.0.1",
         "port": port,
         # The template gets images and texts as parts if it tells them apart; vLLM's own guess is wrong for some.
         "chat_template_content_format": "openai" if "limit_mm_per_prompt" in engine else "string",
-        "default_chat_template_kwargs": OPTIONS,
+        "default_chat_template_kwargs": template_options,
         "disable_uvicorn_access_log": True,
         # Images come with the question as data: URLs. The server fetches none.
         "allowed_media_domains": ["images-are-sent-as-data.invalid"],

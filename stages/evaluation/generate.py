@@ -22,11 +22,11 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from stages.core.errors import UserError, pluralize
-from stages.core.params.schema import EvaluationParams, ProfileParams
+from stages.core.params.schema import EvaluationParams, ProfileParams, TemplateOptions
 from stages.data.conversation import Conversation
 from stages.models.load import gpus_in_use, limit_visible_gpus
 from stages.models.merge import load_certified
-from stages.models.prompts import Processor, encode, end_tokens, load_processor, samples_for, tokenizer_of
+from stages.models.prompts import NO_OPTIONS, Processor, encode, end_tokens, load_processor, samples_for, tokenizer_of
 from stages.planning.ladder import lowered_batch_size, prefill_batch_size
 from stages.planning.memory_use import MemoryLog
 
@@ -92,10 +92,12 @@ def load_generator(
     *,
     answer_format: str | None,
     batch_size: int,
+    template_options: TemplateOptions = NO_OPTIONS,
 ) -> tuple[TextGenerator, MemoryLog]:
     """The model of a folder on one device of the profile, ready to generate, and the memory that loading took.
 
-    samples: of the task. Raises UserError for a model that the task does not have.
+    samples: of the task. template_options: of a baseline; a trained model's template has its own.
+    Raises UserError for a model that the task does not have.
     """
     device, precision, attn = profile.device.one(), profile.memory.precision, profile.memory.attn
     limit_visible_gpus(device)
@@ -105,7 +107,7 @@ def load_generator(
     samples.check(model.config.model_type)
     generator = TextGenerator(
         model=model,
-        processor=load_processor(model_dir, profile.images),
+        processor=load_processor(model_dir, profile.images, template_options),
         samples=samples,
         answer_format=answer_format,
         batch_size=batch_size,

@@ -78,7 +78,7 @@ def preview(
         limits: Any = {"max_length": plan.max_length, "max_pixels": plan.images.max_pixels if plan.images else None}
         batch_of: Any = partial(stand_in_batch, config, **limits)
     else:
-        processor = load_processor(base_dir, plan.images)
+        processor = load_processor(base_dir, plan.images, plan.template_options)
         collator = ConversationCollator.for_plan(plan, processor, records, samples)
         require_image_model(processor, data_dir)
         notes.append(collator.length_summary())

@@ -35,9 +35,8 @@ class Turn:
     """Text that is trained on behind the last answer: `after`, or the end of an earlier answer if `after` has none:
     GLM-4 stops at the <|user|> of the next message, which the template cannot write yet."""
 
-    def complete(self, text: str) -> str:
-        """text: an answered conversation, as the template renders it. Returns it with an end of its last answer."""
-        return text.removesuffix(self.after) + self.tail
+    opens_thinking: bool
+    """Whether the prompt ends with <think>, which the template may leave out of answers (DeepSeek-R1, QwQ)."""
 
 
 def find_turn(render: Render, probe: Messages, ends: Collection[str]) -> Turn:
@@ -47,7 +46,10 @@ def find_turn(render: Render, probe: Messages, ends: Collection[str]) -> Turn:
     Raises ValueError if a model that learns these answers would never stop, or is prompted otherwise than trained.
     """
     whole, prompt = render(probe), render(probe[:-1], add_generation_prompt=True)
-    if not whole.startswith(prompt):
+    header = whole[: whole.rfind(ANSWER)]
+    opens_thinking = prompt.rstrip().endswith("<think>")
+    lead = header.removeprefix(prompt) if header.startswith(prompt) else ""
+    if not (header.startswith(prompt) or opens_thinking):
         raise ValueError(f"it prompts a model with {prompt!r}, which is no beginning of {whole!r}, with the answer")
     _, between, after = _split(whole, ANSWER, 3)
     following, _ = _split(between, NEXT, 2)
@@ -58,15 +60,33 @@ def find_turn(render: Render, probe: Messages, ends: Collection[str]) -> Turn:
             f"it writes {after!r} behind an answer, and {following!r} if another message follows; generation ends at "
             f"{', '.join(sorted(ends))} alone, so the model never stops: set eos_token_id in generation_config.json"
         )
-    lead, _ = _split(whole[len(prompt) :], ANSWER, 2)
-    return Turn(lead=lead, end=end, last_end=last_end or end, after=after, tail=tail)
+    last = {"last_end": last_end or end, "after": after, "tail": tail}
+    return Turn(lead=lead, end=end, **last, opens_thinking=opens_thinking)
+
+
+def training_text(render: Render, turn: Turn, messages: Messages) -> str:
+    """The text of an answered conversation, with an end of its last answer.
+
+    If the prompt opens a block of thinking that the template leaves out, the answer continues it by its own thinking,
+    if it has some, and closes it: a model has the same prompt when it generates.
+    """
+    text = render(messages).removesuffix(turn.after) + turn.tail
+    if not turn.opens_thinking or text.startswith(prompt := render(messages[:-1], add_generation_prompt=True)):
+        return text
+    content = messages[-1]["content"]
+    written = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    thought, _, answer = written.rpartition("</think>")
+    thought = (
+        thought.replace("<think>", "").strip() + "\n"
+    )  # else nothing, as a prompt's line break and another may fuse
+    return f"{prompt}{thought.lstrip()}</think>\n\n{answer.strip()}{turn.tail}"
 
 
 def answer_spans(render: Render, turn: Turn, messages: Messages, text: str) -> Iterator[tuple[int, int]]:
     """Start and end of each answer with the token that ends it, in characters of an answered conversation's text.
 
-    text: of `messages`, completed. A text that the prompt for an answer already has is not part of it. No answer has a
-    token in it with which the template ends one. Raises ValueError for text that depends on more than the answer.
+    text: the training_text of `messages`. The prompt for an answer is no part of it, and no answer has a token in it
+    with which the template ends one. Raises ValueError for text that depends on more than the answer.
     """
     prompt = render(messages[:-1], add_generation_prompt=True)
     earlier = [_says(each, ANSWER) if each["role"] == "assistant" else each for each in messages[:-1]]

@@ -23,13 +23,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES, PAGE, family_of
-from stages.core.params.schema import ImageParams
+from stages.core.params.schema import ImageParams, TemplateOptions
 from stages.core.records import shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
 from stages.data.splits import shows_images
 from stages.internals.transformers_internals import num_image_tokens
-from stages.models.answers import ANSWER, NEXT, Messages, Turn, answer_spans, find_turn
+from stages.models.answers import ANSWER, NEXT, Messages, Turn, answer_spans, find_turn, training_text
 from stages.models.load import NO_MODEL, library_errors, load_config
 
 Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
@@ -41,9 +41,11 @@ VIDEO_SETTINGS = ("size", "patch_size", "temporal_patch_size", "merge_size", "im
 MAX_CUT_SHARE = 0.01
 """Share of the reference answers that may be longer than max_new_tokens."""
 
-OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
+OPTIONS: TemplateOptions = {"enable_thinking": False, "date_string": "26 Jul 2024"}
 """Options that some chat templates have: an answer without a chain of thought (Qwen3), and the date (Llama 3.2), which
 is today's otherwise; this one is Llama 3.1's default."""
+
+NO_OPTIONS: TemplateOptions = {}
 
 _CLOCK = """\
 {%- macro strftime_now(format) %}{{ format | replace("%Y", "2024") | replace("%m", "07") | replace("%d", "26") |
@@ -51,6 +53,7 @@ _CLOCK = """\
 """
 """A date that stands still, for templates that call the clock (Granite 3, gpt-oss)."""
 
+_THINKING = re.compile("</?think>")
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -98,10 +101,10 @@ def _restored(model_type: str, settings: dict[str, Any]) -> ProcessorMixin:
     return processor
 
 
-def load_processor(folder: Path, images: ImageParams | None) -> Processor:
+def load_processor(folder: Path, images: ImageParams | None, options: TemplateOptions = NO_OPTIONS) -> Processor:
     """The processor of a vision-language model, or the tokenizer of a text model, with the profile's pixel limits.
 
-    Raises UserError for a model of an unknown family.
+    options: of the chat template (template_options). Raises UserError for a model of an unknown family.
     Images are resized by Pillow everywhere, never by torchvision: a CPU and a GPU machine see the same pixels.
     """
     offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -110,7 +113,7 @@ def load_processor(folder: Path, images: ImageParams | None) -> Processor:
     processor: Processor
     with library_errors(NO_MODEL.format(folder)):
         processor = tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
-        tokenizer.chat_template = with_options(tokenizer.get_chat_template())
+        tokenizer.chat_template = with_options(tokenizer.get_chat_template(), options)
         if family.vision is not None:
             image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **offline)
             processor = images_only(model_type)(image_processor, tokenizer, chat_template=tokenizer.chat_template)
@@ -124,12 +127,23 @@ def load_processor(folder: Path, images: ImageParams | None) -> Processor:
     return processor
 
 
-def with_options(template: str) -> str:
-    """The chat template with fixed values for its OPTIONS and the clock: a trained model is saved with it, and so gets
-    the prompts that it was trained on wherever it goes."""
-    fixed = [f"{{%- set {name} = {json.dumps(value)} %}}\n" for name, value in OPTIONS.items() if name in template]
-    fixed += [_CLOCK] * ("strftime_now" in template)
-    return "".join(line for line in fixed if line not in template) + template
+def with_options(template: str, options: TemplateOptions = NO_OPTIONS) -> str:
+    """The chat template with fixed values for its options, OPTIONS without others, and for the clock: a trained model
+    is saved with it, and so gets the prompts that it was trained on wherever it goes.
+
+    Raises UserError for an option that the template does not have.
+    """
+    fixed = ""
+    for name, value in {**OPTIONS, **options}.items():
+        earlier = rf'(?m)^\{{%- set {name} = (true|false|[-\d]+|".*") %\}}\n'
+        if name in options:
+            template = re.sub(earlier, "", template)
+        if re.search(rf"\b{name}\b", template) is None and name in options:
+            raise UserError(f"the chat template has no option {shown(name)} (template_options)")
+        if re.search(rf"\b{name}\b", template) and not re.search(earlier, template):
+            fixed += f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} %}}\n"
+    clock = _CLOCK if "strftime_now" in template and _CLOCK not in template else ""
+    return fixed + clock + template
 
 
 def _model_ends(folder: Path) -> set[int]:
@@ -312,9 +326,11 @@ def rendered(processor: Processor, conversation: Conversation) -> str:
     An unanswered conversation ends with the prompt for an answer. Raises UserError if the chat template fails.
     """
     messages = _messages(processor, conversation)
+    render = partial(_render, tokenizer_of(processor))
     with _template_errors(processor, conversation):
-        text = _render(tokenizer_of(processor), messages, add_generation_prompt=not conversation.answered())
-    return _turn(processor).complete(text) if conversation.answered() else text
+        if conversation.answered():
+            return training_text(render, _turn(processor), messages)
+        return render(messages, add_generation_prompt=True)
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> str:
@@ -345,7 +361,7 @@ def _turn_by(processor: Processor, template: str) -> Turn:
         turn = find_turn(render, probe, tokenizer.convert_ids_to_tokens(sorted(end_tokens(tokenizer))))
         if _MARK.search(template):
             marks = _marks(tokenizer, probe)
-            for _, end in answer_spans(render, turn, probe, turn.complete(render(probe))):
+            for _, end in answer_spans(render, turn, probe, training_text(render, turn, probe)):
                 if not any(first < end <= last for first, last in marks):
                     raise ValueError(
                         "its marks ({% generation %}) leave out the end of an answer, "
@@ -389,16 +405,19 @@ def _not_carried(processor: Processor, conversation: Conversation) -> str | None
         return (
             f"sample {conversation.sample_id}: by the chat template of {base}, a model would be trained on "
             f"...{text[-200:]!r}, but prompted with ...{prompt[-100:]!r}, which is no beginning of it; leave out of "
-            "the answer what the template changes, such as <think>"
+            "the answer what the template changes, such as <think>, or set the recipe's template_options, such as "
+            "{enable_thinking: true}"
         )
     for number, turn in enumerate(conversation.messages, start=1):
-        for part in (part["text"].strip() for part in turn["content"] if "text" in part):
-            if (place := text.find(part, place)) < 0:
+        pieces = [piece for part in turn["content"] for piece in _THINKING.split(part.get("text", ""))]
+        for piece in pieces[-1:] if number - 1 in conversation.unlearnt else pieces:
+            if (place := text.find(piece.strip(), place)) < 0:
                 return (
                     f"sample {conversation.sample_id}: the chat template of {base} leaves out or changes a part of "
-                    f"message {number}, {shown(part)}"
+                    f"message {number}, {shown(piece.strip())}; thinking may be in the last answer, or in an earlier "
+                    "one with `weight: 0`"
                 )
-            place += len(part)
+            place += len(piece.strip())
     return None
 
 

@@ -22,6 +22,7 @@ from stages.core.params.schema import (
     Rate,
     Seed,
     Size,
+    TemplateOptions,
 )
 from stages.core.records import STRICT, StageFile, damaged, rebuild, shown
 
@@ -79,6 +80,8 @@ class Plan(StageFile):
     data_dir: str
     answer_format: str | None
     """The form of the answer, if the task has several."""
+    template_options: Annotated[TemplateOptions, Field(default_factory=dict)]
+    """Options of the base's chat template."""
     device: DeviceParams
     instructions: str | None = None
     """Instruction set of the CPU, e.g. "avx2" (core/environment.py); None in a preview."""

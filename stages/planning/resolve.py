@@ -32,7 +32,7 @@ def resolve_plan(
     recipe, profile = params.recipe(name), params.active
     memory = profile.memory
     quantization = memory.quantization or recipe.quantization
-    of_recipe = ("task", "answer_format", "parts", "lora", "full_targets", "loss", "max_length")
+    of_recipe = ("task", "answer_format", "template_options", "parts", "lora", "full_targets", "loss", "max_length")
     of_memory = ("placement", "precision", "attn", "gradient_checkpointing", "optimizer", "expandable_segments")
     of_profile = ("device", "dataloader_workers", "images")
     schedule = _schedule(params, name, train_samples)

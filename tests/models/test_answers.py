@@ -8,8 +8,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stages.core.errors import UserError
+from stages.core.params.schema import TemplateOptions
 from stages.data.conversation import Conversation, message
-from stages.models.answers import ANSWER, NEXT, Messages, Turn, answer_spans, find_turn
+from stages.models.answers import ANSWER, NEXT, Messages, Turn, answer_spans, find_turn, training_text
 from stages.models.prompts import (
     OPTIONS,
     check_chat_template,
@@ -66,7 +67,7 @@ def found(name: str, messages: Messages) -> tuple[Turn, str, list[str]]:
     """The turn of a template, the text of a conversation, and the answers in it."""
     of = partial(render, template(name), in_parts=name in IN_PARTS)
     turn = find_turn(of, talk("Who?", ANSWER, NEXT, ANSWER), ENDS)
-    text = turn.complete(of(messages))
+    text = training_text(of, turn, messages)
     return turn, text, [text[start:end] for start, end in answer_spans(of, turn, messages, text)]
 
 
@@ -100,9 +101,25 @@ def test_answers_found_by_rendering_are_those_that_marks_mark(name: str) -> None
 
 
 @pytest.mark.parametrize("name", OPEN_THINKING)
-def test_a_template_with_a_prompt_that_is_no_beginning_of_its_text_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"it prompts a model with .*<think>.* which is no beginning of"):
-        found(name, talk("Who?", "You."))
+@pytest.mark.parametrize(
+    ("answer", "learnt"),
+    [
+        ("You.", "</think>\n\nYou."),
+        ("<think>\nA name?\n</think>\n\nYou.", "A name?\n</think>\n\nYou."),
+        ("A name?</think>You.", "A name?\n</think>\n\nYou."),
+    ],
+)
+def test_an_answer_closes_the_thinking_that_its_prompt_opens(name: str, answer: str, learnt: str) -> None:
+    messages = talk("Be brief.", "And he?", "Bob", "Who?", answer)
+    _, text, answers = found(name, messages)
+    assert answers == ["Bob<｜end▁of▁sentence｜>", f"{learnt}<｜end▁of▁sentence｜>"]
+    assert text == render(template(name), messages[:-1], add_generation_prompt=True) + answers[-1]
+
+
+def test_a_template_that_prompts_otherwise_than_it_writes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"it prompts a model with .* which is no beginning of"):
+        of = partial(render, GLM4.replace("<|assistant|>{% endif", "<|assistant|><|thinking|>{% endif"))
+        find_turn(of, talk("Who?", ANSWER, NEXT, ANSWER), ENDS)
 
 
 GLM4 = """[gMASK]<sop>{% for message in messages %}<|{{ message.role }}|>
@@ -127,7 +144,7 @@ LAST_SYSTEM = """{% for message in messages %}{% if message.role == 'user' %}\
 def test_answers_of_other_templates(written: str, expected: list[str], end_of_text: str) -> None:
     of, messages = partial(render, written), talk("Who?", "You.", "And he?", "Bob")
     turn = find_turn(of, talk("Who?", ANSWER, NEXT, ANSWER), ENDS)
-    text = turn.complete(of(messages))
+    text = training_text(of, turn, messages)
     assert [text[start:end] for start, end in answer_spans(of, turn, messages, text)] == expected
     assert text.endswith(end_of_text)
 
@@ -215,6 +232,25 @@ def test_options_and_dates_are_part_of_the_template_that_a_trained_model_is_save
         assert with_options(fixed) == fixed
     assert with_options(template_of("qwen2")) == template_of("qwen2")
     assert OPTIONS.keys() == {"enable_thinking", "date_string"}
+    named: list[TemplateOptions] = [{"enable_thinking": True}, {"enable_thinking": True, "date_string": 'the "first"'}]
+    for options in named:
+        thinking = with_options(template_of("qwen3") + "{# date_string #}", options)
+        prompt = render(thinking, talk("a", "b")[:1], add_generation_prompt=True)
+        assert prompt.endswith("<|im_start|>assistant\n")
+        assert with_options(thinking) == thinking
+    again = with_options(thinking, {"enable_thinking": False})
+    assert render(again, talk("a", "b")[:1], add_generation_prompt=True).endswith("<think>\n\n</think>\n\n")
+    with pytest.raises(UserError, match="the chat template has no option 'reasoning_effort'"):
+        with_options(qwen3, {"reasoning_effort": "low"})
+
+
+def test_a_saved_processor_prompts_as_the_one_that_was_trained_with(tmp_path: Path) -> None:
+    folder = folder_with(template_of("qwen3"), tmp_path)
+    asked = Conversation(sample_id="a", messages=talk("a", "b")[:1])
+    plain, thinking = load_processor(folder, None), load_processor(folder, None, {"enable_thinking": True})
+    assert rendered(plain, asked) == rendered(thinking, asked) + "<think>\n\n</think>\n\n"
+    thinking.save_pretrained(tmp_path)
+    assert rendered(load_processor(folder, None), asked) == rendered(thinking, asked)
 
 
 def test_a_text_with_an_end_that_the_template_names_by_a_variable_is_refused() -> None:

@@ -56,6 +56,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
 """No dots: DVC splits the path to a parameter at them. Folders get these names, which limits the length."""
 Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
+TemplateOptions = dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | Size | Text]
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", re.IGNORECASE)
@@ -279,6 +280,9 @@ class RecipeParams:
     data: Name
     answer_format: Name | None = None
     """Format of the answer, if the task has several."""
+    template_options: TemplateOptions = Field(default_factory=dict)
+    """Options of the base's chat template, in training and wherever the trained model generates, e.g. `enable_thinking:
+    true` for answers with thinking. Without it, none."""
     parts: PartsParams
     quantization: Literal["none", "nf4"] = "none"
     """nf4: frozen weights in 4 bits with double quantization."""
@@ -357,6 +361,7 @@ class BaselineParams:
     """`bases/NAME`, `builds/NAME`, or `answers/FILE`, an answers file below data/ (docs/experiments.md)."""
     data: Name
     answer_format: Name | None = None
+    template_options: TemplateOptions = Field(default_factory=dict)
 
     @property
     def answers(self) -> str | None:

@@ -16,7 +16,7 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from signal import SIGKILL
@@ -29,7 +29,7 @@ from pydantic import AliasChoices, Field, TypeAdapter
 from transformers import PreTrainedModel
 
 from stages.core.errors import OutOfMemory, UserError, listed, pluralize
-from stages.core.params.schema import ProfileParams
+from stages.core.params.schema import ProfileParams, TemplateOptions
 from stages.core.records import STRICT_OR_NAN, StageFile
 from stages.core.signals import end_with_parent
 from stages.data.conversation import Conversation
@@ -132,6 +132,8 @@ class VllmEngine:
     model_digest: str
     profile: ProfileParams
     questions: Sequence[Conversation]
+    template_options: TemplateOptions = field(default_factory=dict)
+    """A baseline's; a trained model's template has its own."""
     attempt: int = 0
     """Number of earlier attempts that ran out of memory."""
 
@@ -165,7 +167,7 @@ class VllmEngine:
 
     def write_request(self, folder: Path) -> None:
         """Write the worker's input: the prompts with one placeholder per image, and the images as files."""
-        processor = load_processor(self.model_dir, self.profile.images)
+        processor = load_processor(self.model_dir, self.profile.images, self.template_options)
         prompts = []
         for number, question in enumerate(self.questions):
             names = [f"{number}-{place}.png" for place in range(len(question.images))]

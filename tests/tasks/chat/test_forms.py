@@ -13,7 +13,7 @@ from stages.core.errors import UserError
 from stages.data.texts import composed
 from stages.tasks.chat.samples import read_split
 from stages.tasks.chat.sources import Reader
-from stages.tasks.chat.sources.forms import LEARNT, REFUSED
+from stages.tasks.chat.sources.forms import LEARNT, REFUSED, THINKING
 from tests.data.images import png
 from tests.tasks import prepare, refusal, write_lines
 from tests.tasks.chat.conversations import line, messages
@@ -77,7 +77,7 @@ def test_a_key_that_changes_what_is_learnt_is_refused_by_name_and_empty_it_is_no
 
 @pytest.mark.parametrize("unit", WRITERS)
 def test_every_other_key_of_a_message_and_of_a_part_is_refused(tmp_path: Path, unit: str) -> None:
-    keys = [*sorted(REFUSED.keys() - {*LEARNT}), "name", "prefix", "emotion"]
+    keys = [*sorted(REFUSED.keys() - {*LEARNT, *THINKING}), "name", "prefix", "emotion"]
     rows: Rows = [{"messages": [USER, {**ANSWER, key: "x"}]} for key in keys]
     part: dict[str, Any] = {"type": "text", "text": "Who?"}
     parts = [
@@ -98,7 +98,21 @@ def turn(role: str, value: str, **more: Any) -> dict[str, Any]:
     return {"from": role, "value": value, **more}
 
 
+THOUGHT = "<think>\nA name?\n</think>\n\nYou."
+
 FORMS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+    "DeepSeek's thinking": (
+        {"messages": [USER, {**ANSWER, "reasoning_content": "A name?\n"}]},
+        [WHO[0], ("assistant", THOUGHT)],
+    ),
+    "thinking by two names": (
+        {"messages": [USER, {**ANSWER, "reasoning": "A name?", "thinking": "A name?"}]},
+        [WHO[0], ("assistant", THOUGHT)],
+    ),
+    "an empty system prompt": (
+        {"messages": [{"role": "system", "content": ""}, USER, ANSWER]},
+        [("system", ""), *WHO],
+    ),
     "ShareGPT": ({"conversations": [turn("human", "Who?"), turn("gpt", "You.")], "system": "", "tools": ""}, WHO),
     "ShareGPT with a system prompt": (
         {"conversations": [turn("human", "Who?"), turn("gpt", "You.")], "system": "Be brief."},

@@ -10,7 +10,7 @@ import torch
 
 from stages.core.errors import UserError
 from stages.data.splits import to_row
-from stages.models.prompts import count_tokens, encode, rendered, tokenizer_of
+from stages.models.prompts import count_tokens, encode, rendered, tokenizer_of, with_options
 from stages.tasks.chat.samples import SCHEMA, Message, Record, conversation, probes, read_split
 from stages.training.batches import IGNORED, ConversationCollator
 from tests.tasks.chat.conversations import with_images
@@ -112,12 +112,31 @@ def test_loss_all_tokens_takes_no_turn_that_is_not_to_be_learnt() -> None:
 THOUGHT = "<think>\n17 * 3 = 51\n</think>\n\n51"
 
 
+def test_thinking_is_learnt_where_the_template_is_asked_for_it() -> None:
+    tokenizer = tokenizer_for("qwen3")
+    tokenizer.chat_template = with_options(tokenizer.chat_template, {"enable_thinking": True})
+    turns = tuple(map(Message, ("user", "assistant") * 2, ("17 * 3?", THOUGHT, "Sure?", "<think>51.</think>Yes.")))
+    last = Record(id="a", messages=turns, group="", file="a", number=1, unlearnt=(1,))
+    asked = [replace(last, messages=turns[:2], unlearnt=()), last, replace(last, messages=(*turns[:3], turns[1]))]
+    collate = ConversationCollator(
+        tokenizer, asked, partial(conversation, answered=True), loss="assistant-only", max_length=1000
+    )
+    assert collate.lengths
+    labels = collate([{"sample": number} for number in range(3)])["labels"]
+    learnt = [tokenizer.decode(row[row != IGNORED]) for row in labels]
+    assert learnt == [f"{THOUGHT}<|im_end|>", "<think>\n51.\n</think>\n\nYes.<|im_end|>", f"{THOUGHT}<|im_end|>"]
+    collate.records = [replace(last, unlearnt=())]
+    collate.__dict__.pop("lengths")
+    with pytest.raises(UserError, match=r"part of message 2, '17 \* 3 = 51'; thinking may be in the last answer"):
+        _ = collate.lengths
+
+
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize(
     ("texts", "problem"),
     [
         (("17 * 3?", THOUGHT), r"sample a: by the chat template of .*, a model would be trained on .*17 \* 3 = 51"),
-        (("17 * 3?", THOUGHT, "Sure?", "Yes."), r"leaves out or changes a part of message 2, '<think>.n17"),
+        (("17 * 3?", THOUGHT, "Sure?", "Yes."), r"leaves out or changes a part of message 2, '17"),
         (("17 * 3?", "17 * 3 = 51\n</think>\n\n51"), "by the chat template of|changes a part of message 2"),
     ],
 )

@@ -28,6 +28,9 @@ def one(metric: TextMetric, completion: str, truth: str, figure: str) -> float:
     [
         ("exact", " A lamp.\n", "A lamp.", 1),
         ("exact", "a lamp.", "A lamp.", 0),
+        ("exact", "<think>\nA lamp?\n</think>\n\nA lamp.", "<think>\nLit.\n</think>\n\nA lamp.", 1),
+        ("exact", "A lamp?\n</think>\n\nA lamp.", "A lamp.", 1),
+        ("token_f1", "<think>\nred lamp", "red lamp", 2 * 2 / 5),  # cut before its answer
         ("exact", "Hue\u0302\u0301", "Hu\u1ebf", 1),
         # 3 of 4 and 3 of 5 words, without "the" and the full stop: 2 * 3 / 9.
         ("token_f1", "The red lamp is lit.", "red lamp stood lit today", 2 * 3 / 9),

@@ -206,6 +206,12 @@ def _parts(text: str, offsets: Sequence[int]) -> list[dict[str, Any]]:
     return [part for part in parts[:-1] if part.get("text") != ""]
 
 
+def without_thinking(text: str) -> str:
+    """An answer or completion without the thinking at its beginning, through </think>."""
+    _, thinks, answer = text.rpartition("</think>")
+    return answer.lstrip() if thinks else text
+
+
 Fields = set[tuple[tuple[str | int, ...], str, Any]]
 """Each field's path, kind and value, texts in NFC; 1 and 1.0 are equal numbers, True is none."""
 

@@ -17,7 +17,7 @@ from stages.data.groups import groups_of
 from stages.data.texts import TextMetric
 from stages.evaluation.score import draw_completion, rouge, token_f1
 from stages.evaluation.statistics import figures, perplexity
-from stages.tasks.chat.samples import Record, conversation, field_accuracy, json_fields
+from stages.tasks.chat.samples import Record, conversation, field_accuracy, json_fields, without_thinking
 
 if TYPE_CHECKING:
     from stages.evaluation.likelihood import AnswerLikelihood
@@ -93,7 +93,7 @@ def score(
                 probability = float(np.exp(likelihood.sum_logprob / likelihood.num_tokens))
                 values: tuple[float, ...] = (probability, -likelihood.sum_logprob, float(likelihood.num_tokens))
             else:
-                values = _MEASURES[metric](text, record.answer)
+                values = _MEASURES[metric](without_thinking(text), without_thinking(record.answer))
             row |= dict(zip(COLUMNS[metric], values, strict=True))
         rows.append(row)
 
@@ -108,7 +108,9 @@ def score(
         else:
             for name in COLUMNS[metric]:
                 metrics |= figures(name, columns(name), groups=groups)
-    return metrics | {"empty_rate": sum(not text.strip() for text in completions) / len(completions)}, rows
+    return metrics | {
+        "empty_rate": sum(not without_thinking(text).strip() for text in completions) / len(completions)
+    }, rows
 
 
 def _normalized(text: str) -> str:

@@ -30,7 +30,7 @@ from stages.data.near import describe_text
 from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
 from stages.data.sources import READ_ON, Place, describe_folder, parquet_folder, table_rows
 from stages.data.texts import TEXT_METRICS, TextMetric, json_objects, read_text
-from stages.tasks.chat.samples import IMAGES, SCHEMA, UNLEARNT, MessageImage, Record, json_fields
+from stages.tasks.chat.samples import IMAGES, SCHEMA, UNLEARNT, MessageImage, Record, json_fields, without_thinking
 from stages.tasks.chat.sources.forms import PLACEHOLDER, images_of, parse_conversation, unread_keys
 
 Fetch = Callable[[Any], tuple[str, bytes]]
@@ -156,7 +156,7 @@ def _sample(place: Place, row: Mapping[str, Any], reader: Reader, unread: Counte
         problems.append(f"{reader.group} is {shown(group)}, expected the text or number of a group")
     if isinstance(parsed, list):
         return place, parsed + problems
-    if "json" in reader.metrics and json_fields(answer := parsed.messages[-1].content) is None:
+    if "json" in reader.metrics and json_fields(answer := without_thinking(parsed.messages[-1].content)) is None:
         problems.append(f"the answer is no JSON, or has a key twice; the dataset's metrics need it: {shown(answer)}")
     if problems:
         return place, problems

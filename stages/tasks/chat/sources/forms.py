@@ -25,6 +25,9 @@ ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": 
 LEARNT = ("weight", "loss_weight", "train", "loss")
 """Keys of a turn that say whether it is learnt, 1 or 0: OpenAI's, LLaMA-Factory's, axolotl's, ms-swift's."""
 
+THINKING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of the thinking before an assistant's answer: DeepSeek's, vLLM's, gpt-oss's."""
+
 
 class Form(NamedTuple):
     name: str
@@ -218,7 +221,11 @@ def _turns(name: str, value: Any, problems: list[str], *, placeholders: bool) ->
         if str(named) not in ROLES:
             problems.append(f"{where} has the role {shown(named)}, expected one of {', '.join(ROLES)}")
         text, offsets, wrong = _text(content, placeholders=placeholders)
-        unread = [key for key, each in message.items() if key not in (*keys, *LEARNT) and is_set(each)]
+        thoughts = {each for key in THINKING if isinstance(each := message.get(key), str) and each.strip()}
+        thinks = role == "assistant" and len(thoughts) == 1
+        text = f"<think>\n{thoughts.pop().strip()}\n</think>\n\n{text}" if thinks else text
+        read = (*keys, *LEARNT, *(THINKING if thinks else ()))
+        unread = [key for key, each in message.items() if key not in read and is_set(each)]
         problems += [f"{where} {problem}" for problem in wrong] + [_refusal(key, where=f"{where}: ") for key in unread]
         flags = {key: message[key] for key in LEARNT if message.get(key) is not None}
         if any(flag not in (0, 1) for flag in flags.values()) or len({bool(flag) for flag in flags.values()}) > 1:
@@ -258,7 +265,7 @@ def _text_problems(messages: Sequence[Message], with_images: set[int]) -> list[s
         *(
             f"message {number + 1} is empty"
             for number, text in enumerate(texts)
-            if not text.strip() and number not in with_images
+            if not text.strip() and number not in with_images and messages[number].role != "system"
         ),
         *([markup] if markup else []),
         *([f"a text holds {shown(tag[0])}; as an image, {PLACEHOLDER} with `images` is read"] if tag else []),
