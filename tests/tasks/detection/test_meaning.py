@@ -16,7 +16,6 @@ from stages.core.records import parse
 from stages.tasks.detection.samples import DetectionRecord, ForModel, read_split
 from stages.tasks.detection.samples.boxes import decode_boxes, encode_boxes
 from stages.tasks.detection.sources import coco as coco_form
-from stages.tasks.detection.sources import voc as voc_form
 from stages.tasks.detection.sources.rows import NO_PLAIN_BOX, Reader
 from tests.data.images import png
 from tests.tasks import prepare
@@ -146,15 +145,23 @@ def test_a_field_of_a_box_that_says_nothing_is_as_none(tmp_path: Path, form: str
     assert len(read(folder, form, strict=True)[1]["train"]) == 2
 
 
+OWN_FIELDS = {
+    "images": ("license", "coco_url", "flickr_url", "date_captured"),
+    "annotations": ("area",),
+    "categories": ("supercategory",),
+}
+OWN_ELEMENTS = ("folder", "path", "source", "owner", "segmented", "pose", "truncated", "occluded")
+
+
 def test_the_formats_own_fields_that_change_nothing_are_ignored(tmp_path: Path) -> None:
     coco, voc = (write_samples(tmp_path / form, form, NAMES) for form in ("coco", "voc"))
     for path in coco.rglob("*.json"):
         document = json.loads(path.read_text())
-        for kind, keys in coco_form.DESCRIBING.items():
-            document[kind] = [entry | {key: "x" for key in keys if key != "iscrowd"} for entry in document[kind]]
+        for kind, keys in OWN_FIELDS.items():
+            document[kind] = [entry | dict.fromkeys(keys, "x") for entry in document[kind]]
         path.write_text(json.dumps({"info": {"year": 1}, "licenses": [1], **document}))
     for path in voc.rglob("*.xml"):
-        elements = "".join(f"<{tag}>1</{tag}>" for tag in voc_form.DESCRIBING)
+        elements = "".join(f"<{tag}>1</{tag}>" for tag in OWN_ELEMENTS)
         text = path.read_text().replace("<annotation>", f"<annotation>{elements}<filename>other.png</filename>")
         path.write_text(text.replace("<object>", f"<object>{elements}"))
     for form, folder in (("coco", coco), ("voc", voc)):
