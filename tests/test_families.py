@@ -22,7 +22,11 @@ TRIED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_text": ("bf16", "amr-ptr", {"lora": LORA}),
     "llama": ("fp16", "amr-ptr", {"lora": LORA}),
     "phi3": ("fp32", "amr-ptr", {"lora": LORA}),
-    "qwen3": ("fp32", "amr-baseline", {"parts": {"llm": "full"}, "lora": None}),
+    "qwen3": (
+        "fp32",
+        "amr-baseline",
+        {"parts": {"llm": "full"}, "lora": None, "template_options": {"enable_thinking": True}},
+    ),
     "qwen2_5_vl": ("bf16", "r4-joint", {}),
     "qwen3_vl": ("fp16", "r2-vision-only", {}),
 }
@@ -62,3 +66,5 @@ def test_a_family_goes_all_the_way(name: str, prepared: Path, tmp_path: Path, mo
     assert precision != "fp32" or certificate.logit_deviation < 1e-3
     assert abs(json.loads((run_dir / "metrics.json").read_text())["memory_error"]) < 0.01
     assert load_config(run_dir / "merged").model_type == name
+    template = (run_dir / "merged/chat_template.jinja").read_text()
+    assert ("set enable_thinking = true %}" in template) == ("template_options" in changes)

@@ -56,6 +56,12 @@ def test_another_tasks_model_is_refused(tiny_vlm: Path) -> None:
         load_generator(tiny_vlm, TINY, load_task("amr", "samples"), answer_format="full", batch_size=1)
 
 
+def test_a_baselines_option_that_its_template_does_not_have_is_refused(tiny_vlm: Path) -> None:
+    options: Any = {"batch_size": 1, "template_options": {"enable_thinking": True}}
+    with pytest.raises(UserError, match="the chat template has no option 'enable_thinking'"):
+        load_generator(tiny_vlm, TINY, DETECTION, answer_format=None, **options)
+
+
 @pytest.mark.parametrize(
     ("batch_size", "largest", "attempt", "expected"),
     [
