@@ -95,6 +95,37 @@ def test_every_task_scores_answers_but_those_that_need_a_model() -> None:
     assert "ranks models by perplexity" in refused("evaluate", "peer-moe")
 
 
+def test_a_grouped_chat_is_compared_by_its_groups() -> None:
+    Path("chats").mkdir()
+    for split, customers in (("train", range(2)), ("val", range(2, 10))):
+        chats = [
+            (f"{split} {who} asks {number}?", f"Answer {number}.", who) for who in customers for number in range(3)
+        ]
+        lines = [
+            {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": told}], "who": who}
+            for asked, told, who in chats
+        ]
+        Path(f"chats/{split}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    raw = read_params()
+    reader = {"group": "who", "metrics": ["exact"]}
+    raw["profiles"]["tiny"]["datasets"]["conversations"] = {"task": "chat", "source": "folder:chats", "reader": reader}
+    raw["baselines"]["other"] = {**ROWS["chat"], "base": "answers/other.jsonl"}
+    write_params(raw)
+    done("prepare", "conversations")
+    records = load_task("chat", "samples").read_split(Path("data/prepared/conversations"), "val")
+    write_answers((record.id, record.answer) for record in records)
+    Path("data/answers/peer.jsonl").rename("data/answers/other.jsonl")
+    write_answers((record.id, record.answer if "2 asks" in record.question else "No.") for record in records)
+    for name in ("peer-chat", "other"):
+        done("evaluate", name)
+    metrics, rows = results("peer-chat")
+    assert [row["group"] for row in rows] == [number // 3 for number in range(24)]
+    assert metrics["exact_low"] == 0 < 1 / 8 == metrics["exact"] < metrics["exact_high"]
+    done("compare", "chat")
+    table = Path("data/report/chat/table.txt").read_text()
+    assert "24 samples in 8 groups; intervals are 95%, paired by group." in table
+
+
 def refusal(answers: Sequence[tuple[str, Any]]) -> str:
     write_answers(answers)
     message = refused("evaluate", "peer-amr")

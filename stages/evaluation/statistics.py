@@ -92,6 +92,15 @@ def by_group(values: Floats, statistic: Statistic, groups: Groups | None) -> tup
     return sums, lambda means: statistic(means[..., :-1] / means[..., -1:])
 
 
+def samples_freedom(num_samples: int, groups: Groups | None) -> float:
+    """Degrees of freedom of a variance between samples; of one between groups those of equal groups that would vary as
+    much, at least 1: (sum of sizes)^2 / sum of sizes^2 - 1 (Kish, Survey Sampling, 1965)."""
+    if groups is None:
+        return num_samples - 1
+    sizes = np.unique(groups, return_counts=True)[1]
+    return max(1.0, sizes.sum() ** 2 / (sizes**2).sum() - 1)
+
+
 def figures(
     key: str, values: Floats, statistic: Statistic = sample_mean, groups: Groups | None = None
 ) -> dict[str, float]:
@@ -117,7 +126,7 @@ def bootstrap(
     columns, statistic = by_group(_as_columns(values), statistic, groups)
     if len(columns) < 2:
         return None
-    return _expanded_percentiles(_redraw(columns, statistic, resamples), len(columns))
+    return _expanded_percentiles(_redraw(columns, statistic, resamples), samples_freedom(len(columns), groups))
 
 
 def _as_columns(values: Sequence[float] | Floats) -> Floats:
@@ -141,8 +150,7 @@ def _redraw(columns: Floats, statistic: Statistic, resamples: int) -> Floats:
     return np.concatenate(drawn)
 
 
-def _expanded_percentiles(redrawn: Floats, num_samples: int) -> Interval:
-    freedom = num_samples - 1
-    tail = NormalDist().cdf(-math.sqrt(num_samples / freedom) * stdtrit(freedom, (1 + LEVEL) / 2))
+def _expanded_percentiles(redrawn: Floats, freedom: float) -> Interval:
+    tail = NormalDist().cdf(-math.sqrt((freedom + 1) / freedom) * stdtrit(freedom, (1 + LEVEL) / 2))
     low, high = np.quantile(redrawn, [tail, 1 - tail])
     return Interval(float(low), float(high))

@@ -46,7 +46,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import gammaincinv, nctdtrinc, stdtr, stdtrit
 
-from stages.evaluation.statistics import LEVEL, Floats, Groups, Interval, Statistic, bootstrap, by_group, sample_mean
+from stages.evaluation.statistics import (
+    LEVEL,
+    Floats,
+    Groups,
+    Interval,
+    Statistic,
+    bootstrap,
+    by_group,
+    sample_mean,
+    samples_freedom,
+)
 
 POWER = 0.8
 """Share of the reports in which a detectable difference is shown."""
@@ -83,14 +93,15 @@ class Spread:
     """Variance over draws of all samples, as observed."""
     rest: Floats
     """The part of `samples` that comes from neither seeds nor samples; `seeds` has it too."""
-    num_samples: int
+    samples_freedom: float
+    """Degrees of freedom of `samples`."""
 
     def errors(self) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
         """(variance, degrees of freedom) over draws of seeds, and over draws of seeds and samples."""
         # No estimate of the rest makes the sum of both less than either of them.
         total = self.seeds + self.samples - np.minimum(self.rest, np.minimum(self.seeds, self.samples))
         with np.errstate(divide="ignore", invalid="ignore"):
-            freedom = total**2 / (self.seeds**2 / self.freedom + self.samples**2 / (self.num_samples - 1))
+            freedom = total**2 / (self.seeds**2 / self.freedom + self.samples**2 / self.samples_freedom)
         return (self.seeds, self.freedom), (total, np.where(np.isnan(freedom), np.inf, freedom))
 
     def half_width(self) -> Floats:
@@ -153,6 +164,8 @@ class Evidence:
     """(..., recipes, samples) jackknife pseudo-values, averaged over the trainings."""
     rest: Floats
     """(..., recipes), as in `Spread`."""
+    samples_freedom: float
+    """Degrees of freedom of a variance between samples."""
 
     def gaps(self, ours: ArrayLike, theirs: ArrayLike) -> tuple[Floats, Spread]:
         """Differences of recipes, by their index, (..., questions), and their spread."""
@@ -171,7 +184,7 @@ class Evidence:
             freedom=np.minimum(*of_both(freedom)),
             samples=(one - other).var(axis=-1, ddof=1) / samples,
             rest=np.add(*of_both(self.rest)),
-            num_samples=samples,
+            samples_freedom=self.samples_freedom,
         )
         return np.subtract(*of_both(self.means)), spread
 
@@ -186,6 +199,7 @@ def summarize(recipes: Sequence[Floats], statistic: Statistic, groups: Groups | 
         counts=np.stack(counts, axis=-1),
         by_sample=np.stack(by_sample, axis=-2),
         rest=np.stack(rest, axis=-1),
+        samples_freedom=samples_freedom(recipes[0].shape[-2], groups),
     )
 
 
@@ -342,7 +356,7 @@ def score(trainings: Floats, statistic: Statistic = sample_mean, groups: Groups 
                 freedom=np.array(count - 1.0),
                 samples=samples,
                 rest=rest,
-                num_samples=len(by_sample),
+                samples_freedom=samples_freedom(len(by_sample), groups),
             )
             interval = _around(mean, spread.half_width().item())
     return Score(mean=mean, interval=interval, by_training=tuple(map(float, by_training)), between_seeds=deviation)
@@ -375,17 +389,15 @@ def difference(
         raise ValueError(f"not the same samples: {[scores.shape[1:] for scores in samples]}")
     first, second = (statistic(samples[index]) for index in pair)  # (trainings, samples)
     by_sample = (1 if higher_is_better else -1) * (first[:, None] - second[None])  # (ours, theirs, samples)
-    wholes = [by_group(scores, statistic, groups) for scores in samples]
-    trained, statistic = [scores for scores, _ in wholes], wholes[0][1]
-    ours, theirs = (trained[index] for index in pair)
+    (ours, of_groups), (theirs, _) = (by_group(samples[index], statistic, groups) for index in pair)
     num_drawn = ours.shape[1]
-    our_values, their_values = statistic(ours.mean(axis=1)), statistic(theirs.mean(axis=1))
+    our_values, their_values = of_groups(ours.mean(axis=1)), of_groups(theirs.mean(axis=1))
     mean = float(our_values.mean() - their_values.mean())
-    spread = summarize(trained, statistic).gaps(*([index] for index in pair))[1] if num_drawn > 1 else None
+    spread = summarize(samples, statistic, groups).gaps(*([each] for each in pair))[1] if num_drawn > 1 else None
     p_value, as_good, interval = 1.0, 1.0, None
     if len(ours) == len(theirs) == 1:
-        p_value = _swap_test(ours[0], theirs[0], statistic, resamples)
-        interval = _bootstrapped(ours[0], theirs[0], statistic, resamples)
+        p_value = _swap_test(ours[0], theirs[0], of_groups, resamples)
+        interval = _bootstrapped(samples[pair[0]][0], samples[pair[1]][0], statistic, groups, resamples)
     elif spread:
         p_value, interval = spread.p_value(mean).item(), _around(mean, spread.half_width().item())
         if matters is not None:
@@ -548,7 +560,9 @@ def _swap_test(ours: Floats, theirs: Floats, statistic: Statistic, swaps: int) -
     return at_least / len(after) if exact else (at_least + 1) / (len(after) + 1)
 
 
-def _bootstrapped(ours: Floats, theirs: Floats, statistic: Statistic, resamples: int) -> Interval | None:
+def _bootstrapped(
+    ours: Floats, theirs: Floats, statistic: Statistic, groups: Groups | None, resamples: int
+) -> Interval | None:
     """Interval of the difference of two models, each (samples, columns), redrawing the *samples* of both alike, so that
     differences in difficulty cancel out."""
     width = ours.shape[1]
@@ -556,7 +570,7 @@ def _bootstrapped(ours: Floats, theirs: Floats, statistic: Statistic, resamples:
     def ours_minus_theirs(means: Floats) -> Floats:  # (..., 2 columns) -> (...)
         return statistic(means[..., :width]) - statistic(means[..., width:])
 
-    return bootstrap(np.concatenate([ours, theirs], axis=1), ours_minus_theirs, resamples=resamples)
+    return bootstrap(np.concatenate([ours, theirs], axis=1), ours_minus_theirs, groups, resamples=resamples)
 
 
 def _around(mean: float, half_width: float) -> Interval:

@@ -288,6 +288,10 @@ def _batch_words(comparison: Comparison) -> Iterator[str]:
         f"In batches of half the size, {changed} completions are others, and {comparison.report.primary_words} changes "
         f"by up to {noise:.3f}: smaller differences are what another batch size gives."
     )
+    if small := {
+        gap.matters for each in comparison.insights if (gap := each.difference) and (gap.matters or noise) < noise
+    }:
+        yield f"compare.matters, {small.pop():g}, is less than that."
 
 
 def fairness(comparison: Comparison) -> str:

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from typing import Any
 
 import click
 import numpy as np
@@ -341,12 +342,13 @@ def raced(
         seeds = np.where(race.racing & ~race.done[:, None], number, seeds)
         at = np.maximum(seeds, FIXED[0]) - FIXED[0]
 
-        def chosen(field: str) -> Floats:
+        def chosen(field: str) -> Any:
             stacked = np.stack([getattr(evidence, field) for evidence in by_seeds])
             index = at if stacked.ndim == 3 else at[..., None]  # noqa: B023 - used at once
             return np.take_along_axis(stacked, index[None], axis=0)[0]
 
-        race.look(Evidence(**{each.name: chosen(each.name) for each in fields(Evidence)}), level)
+        arrays = (each.name for each in fields(Evidence) if np.ndim(getattr(by_seeds[0], each.name)))
+        race.look(replace(by_seeds[0], **{name: chosen(name) for name in arrays}), level)
     return race.done, race.leader, seeds.sum(axis=1)
 
 

@@ -18,6 +18,7 @@ from stages.evaluation.statistics import (
     corpus_f1,
     perplexity,
     sample_mean,
+    samples_freedom,
 )
 
 
@@ -73,6 +74,13 @@ def test_groups_in_any_order_have_the_statistic_of_their_samples(statistic: Stat
     assert sums.shape == (2, len(np.unique(groups)), columns + 1)
     assert of_groups(sums.mean(axis=1)) == pytest.approx(statistic(values.mean(axis=1)))
     assert by_group(values, statistic, None) == (values, statistic)
+
+
+@pytest.mark.parametrize(("sizes", "freedom"), [((1,) * 9, 8), ((3,) * 9, 8), ((8, 4, 4, 4, 4), 3.5), ((20, 1, 1), 1)])
+def test_groups_of_unequal_sizes_have_the_freedom_of_fewer_equal_ones(sizes: tuple[int, ...], freedom: float) -> None:
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    assert samples_freedom(len(groups), groups) == pytest.approx(freedom)
+    assert samples_freedom(9, None) == 8
 
 
 def test_copies_of_a_sample_do_not_narrow_the_interval() -> None:

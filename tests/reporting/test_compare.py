@@ -290,6 +290,15 @@ def test_what_another_batch_changes_is_said_where_it_was_measured() -> None:
     assert ["several sizes (32: base; 64: a)" in each for each in words] == [False, False, True]
 
 
+@pytest.mark.parametrize(("matters", "warned"), [(0.01, True), (0.02, False), (None, False)])
+def test_what_matters_is_not_less_than_another_batch_changes(matters: float | None, warned: bool) -> None:
+    again = {"rebatched_score": 0.512, "rebatched_changed": 0.0625}
+    trained = [run_of("a", scores_around(0.6, seed)) for seed in range(3)]
+    base = score_contender(REPORT, "base", [run_of("base", np.full(60, 0.5), again)], baseline=None)
+    comparison = compare(REPORT, [base, score_contender(REPORT, "a", trained, baseline="base")], matters=matters)
+    assert ("compare.matters, 0.01, is less than that." in design_words(comparison)) == warned
+
+
 def test_another_engine_is_named() -> None:
     def words(*engines: str) -> str:
         runs = [

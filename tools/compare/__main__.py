@@ -124,8 +124,6 @@ def compare_experiments(
         notes += [f"{left_out_words(left_out)}."] if left_out else []
         if matters is None:
             notes.append(f"No recipe is called as good: params.yaml has no compare.matters.{report.primary.key}.")
-        elif (noise := comparison.batch_noise or 0.0) > matters:
-            notes.append(f"compare.matters, {matters:g}, is less than what another batch size changes, {noise:.3f}.")
         if race:
             notes += [race, "The other sentences do not take into account that seeds were added until then."]
         notes += _missing_words(compared, task, [each.name for each in contenders])
