@@ -46,12 +46,12 @@ def find_turn(render: Render, probe: Messages, ends: Collection[str]) -> Turn:
     Raises ValueError if a model that learns these answers would never stop, or is prompted otherwise than trained.
     """
     whole, prompt = render(probe), render(probe[:-1], add_generation_prompt=True)
-    header = whole[: whole.rfind(ANSWER)]
+    _, between, after = _split(whole, ANSWER, 3)
+    header = whole[: whole.rindex(ANSWER)]
     opens_thinking = prompt.rstrip().endswith("<think>")
     lead = header.removeprefix(prompt) if header.startswith(prompt) else ""
     if not (header.startswith(prompt) or opens_thinking):
         raise ValueError(f"it prompts a model with {prompt!r}, which is no beginning of {whole!r}, with the answer")
-    _, between, after = _split(whole, ANSWER, 3)
     following, _ = _split(between, NEXT, 2)
     end, last_end = _through_end(following, ends), _through_end(after, ends)
     tail = after if last_end else end
@@ -76,10 +76,9 @@ def training_text(render: Render, turn: Turn, messages: Messages) -> str:
     content = messages[-1]["content"]
     written = content if isinstance(content, str) else "".join(part["text"] for part in content)
     thought, _, answer = written.rpartition("</think>")
-    thought = (
-        thought.replace("<think>", "").strip() + "\n"
-    )  # else nothing, as a prompt's line break and another may fuse
-    return f"{prompt}{thought.lstrip()}</think>\n\n{answer.strip()}{turn.tail}"
+    thought = thought.replace("<think>", "").strip()
+    # A line break alone could fuse with the one that ends the prompt.
+    return prompt + f"{thought}\n</think>\n\n{answer.strip()}".lstrip() + turn.tail
 
 
 def answer_spans(render: Render, turn: Turn, messages: Messages, text: str) -> Iterator[tuple[int, int]]:
