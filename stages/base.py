@@ -18,7 +18,7 @@ from stages.core.lineage import short, write_lineage
 from stages.core.params import load_params
 from stages.data.hub import fetch_snapshot
 from stages.models.folders import MODEL_FILES, check_model_folder, copy_model_files
-from stages.models.load import load_config
+from stages.models.load import load_config, meta_model
 from stages.models.prompts import check_chat_template
 
 log = logging.getLogger("stages")
@@ -41,14 +41,21 @@ def main(name: str) -> None:
             source = {"folder": where}
         try:
             check_model_folder(folder)
-            family = load_config(folder).model_type
+            config = load_config(folder)
+            meta_model(config)
             check_chat_template(folder)
         except UserError as error:  # about the copy, which the user does not know
             raise UserError(error.message.replace(str(folder), where)) from None
         lineage = write_lineage(folder, kind="base", name=name, source=source)
     size = sum(path.stat().st_size for path in (Path("data/bases") / name).rglob("*"))
     log.info(
-        "base %s from %s %s: %s, %.1f MB, content %s", name, kind, where, family, size / 1e6, short(lineage.digest)
+        "base %s from %s %s: %s, %.1f MB, content %s",
+        name,
+        kind,
+        where,
+        config.model_type,
+        size / 1e6,
+        short(lineage.digest),
     )
 
 

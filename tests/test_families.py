@@ -1,5 +1,6 @@
 """A tiny random model of each family through all stages: plan, training, certificate, evaluation; some in 16 bits."""
 
+import filecmp
 import json
 import shutil
 from pathlib import Path
@@ -68,3 +69,4 @@ def test_a_family_goes_all_the_way(name: str, prepared: Path, tmp_path: Path, mo
     assert load_config(run_dir / "merged").model_type == name
     template = (run_dir / "merged/chat_template.jinja").read_text()
     assert ("set enable_thinking = true %}" in template) == ("template_options" in changes)
+    assert filecmp.cmp(tmp_path / "model/tokenizer.json", run_dir / "merged/tokenizer.json", shallow=False)

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.core.errors import UserError
-from stages.core.records import shown
 
 log = logging.getLogger(__name__)
 
 PAGE = "docs/extending.md#a-model-family"
-"""Describes how to add a family."""
+"""Lists families and what was tried of others, and describes how to add one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,8 @@ class Family:
     """Name in its makers' spelling."""
     vision: Vision | None = None
     linears: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Ends of the names of the language model's linear layers: `all-linear` of lora.targets.llm."""
+    """Ends of the names of the language model's linear layers: `all-linear` of lora.targets.llm; none for those that
+    the model's own modules name."""
     overflows_in_fp16: Literal["never seen", "sometimes", "always"] = "never seen"
     """Whether its activations leave the range of fp16: sometimes is a warning, always is refused."""
     same_without_padding: bool = False
@@ -134,13 +134,19 @@ FAMILIES = {
 
 
 def family_of(model_type: str) -> Family:
-    """Raises UserError for a model_type without an entry."""
-    if model_type not in FAMILIES:
-        raise UserError(
-            f"no model family is called {shown(model_type)} (model_type of config.json); there are: "
-            f"{', '.join(FAMILIES)}; {PAGE} says how to add one"
-        )
-    return FAMILIES[model_type]
+    """The entry of a model_type; for any other, an entry that promises nothing: a text model, trained by its own
+    modules, padded, by torch's kernels."""
+    return FAMILIES.get(model_type) or Family(name=model_type, linears=())
+
+
+def unlisted_words(model_type: str) -> str | None:
+    """The line of a plan on a base without an entry; None for a base that has one."""
+    if model_type in FAMILIES:
+        return None
+    return (
+        f"{model_type} is not among the families: it is trained as a text model by its own modules, in padded rows, by "
+        f"torch's kernels; {PAGE} lists what was tried"
+    )
 
 
 def vision_tokens() -> list[str]:
@@ -162,5 +168,4 @@ def require_precision(model_type: str, precision: str) -> None:
 def require_text(model_type: str, task: str) -> None:
     """Raises UserError unless models of this family take text alone. task: named in the message."""
     if family_of(model_type).vision is not None:
-        texts = [name for name, family in FAMILIES.items() if family.vision is None]
-        raise UserError(f"{task} trains text models of {', '.join(texts)}; the base is a {model_type}")
+        raise UserError(f"{task} trains text models; the base, a {model_type}, is trained with images")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import EvaluationParams, ProfileParams, TemplateOptions
 from stages.data.conversation import Conversation
+from stages.models.forward import has_plain_cache
 from stages.models.load import gpus_in_use, limit_visible_gpus
 from stages.models.merge import load_certified
 from stages.models.prompts import NO_OPTIONS, Processor, encode, end_tokens, load_processor, samples_for, tokenizer_of
@@ -33,6 +34,8 @@ from stages.planning.memory_use import MemoryLog
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 2.0
+GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+"""Sampling and penalties of a checkpoint's generation_config.json are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +183,9 @@ def generated_tokens(
     right after its question. A batch is read as soon as there is room for all of it. is_whole: whether a completion
     ends after these tokens.
     """
+    if not has_plain_cache(model):
+        yield from _generated(model, batches, is_whole, max_new_tokens=max_new_tokens)
+        return
     waiting = iter(batches)
     following = next(waiting, None)
     rows: _Rows | None = None
@@ -204,6 +210,30 @@ def generated_tokens(
         if ended:
             yield from ((number, generated.pop(number)) for number in sorted(ended))
             rows = rows.without(ended)
+
+
+def _generated(
+    model: PreTrainedModel,
+    batches: Iterable[tuple[list[int], dict[str, torch.Tensor]]],
+    is_whole: Callable[[list[int]], bool],
+    *,
+    max_new_tokens: int,
+) -> Iterator[tuple[int, list[int]]]:
+    """`generated_tokens` for a cache of another kind: batch by batch, by the model's own `generate`."""
+    for numbers, inputs in batches:
+        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+        length = inputs["input_ids"].shape[1]
+        wholes = [0] * len(numbers)  # the length of each completion that has ended
+
+        def ended(ids: torch.Tensor, _scores: object, *, length: int = length, wholes: list[int] = wholes) -> Any:
+            for row, tokens in enumerate(ids[:, length:].tolist()):
+                wholes[row] = wholes[row] or (len(tokens) if is_whole(tokens) else 0)
+            return torch.tensor(wholes, device=ids.device) > 0
+
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stopping_criteria": [ended]}
+        ids = model.generate(**inputs, **GREEDY, **options, pad_token_id=0)
+        for number, tokens, whole in zip(numbers, ids[:, length:].tolist(), wholes, strict=True):
+            yield number, tokens[: whole or max_new_tokens]
 
 
 @dataclass
@@ -267,11 +297,9 @@ class _Rows:
 def _read(model: PreTrainedModel, numbers: list[int], inputs: dict[str, torch.Tensor]) -> _Rows:
     """Read the questions, and generate the first token of each completion."""
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    # Sampling and penalties of a checkpoint's generation_config.json are ignored.
-    greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     # A DynamicCache keeps all tokens, in layers of sliding attention too: only such rows can be joined.
     options: dict[str, Any] = {"past_key_values": DynamicCache(), "cache_implementation": None, "max_new_tokens": 1}
-    output, prepared = model.generate(**inputs, **greedy, **options, pad_token_id=0, custom_generate=_first_pass)
+    output, prepared = model.generate(**inputs, **GREEDY, **options, pad_token_id=0, custom_generate=_first_pass)
     cache = prepared["past_key_values"]
     return _Rows(
         numbers, cache, inputs["attention_mask"], prepared["position_ids"][..., -1:], _likeliest(output.logits)

@@ -16,6 +16,7 @@ from stages.data.conversation import Conversation
 from stages.evaluation.generate import encoded_batches
 from stages.mixture.certificate import Routing
 from stages.mixture.routing import outputs_of, routers_of, routing_by_row
+from stages.models.forward import forward_from
 from stages.models.prompts import Processor
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def _sums(model: PreTrainedModel, inputs: dict[str, torch.Tensor], in_answer: to
     rows, columns = in_answer[:, 1:].nonzero(as_tuple=True)  # token t is predicted at t - 1
     sums = torch.zeros(len(in_answer), dtype=torch.float64, device=in_answer.device)
     for row, column in zip(rows.split(LOGIT_ROWS), columns.split(LOGIT_ROWS), strict=True):
-        logits = model.get_output_embeddings()(hidden[row, column]).float()  # (rows, vocabulary)
+        logits = forward_from(model, hidden[row, column][None]).logits[0].float()  # (rows, vocabulary)
         tokens = inputs["input_ids"][row, column + 1]
         chosen = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
         sums.index_add_(0, row, chosen.double())

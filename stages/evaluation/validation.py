@@ -26,7 +26,7 @@ from stages.core.params.schema import EvaluationParams
 from stages.evaluation.generate import TextGenerator
 from stages.evaluation.score import score_completions
 from stages.internals.transformers_internals import attending_by, on_device
-from stages.models.load import resolve_attention
+from stages.models.load import attention_of, resolve_attention
 from stages.models.prompts import Processor, count_tokens
 from stages.planning.plan import Plan
 from stages.training.batches import ConversationCollator
@@ -128,6 +128,6 @@ def generating(trainer: RecipeTrainer) -> Iterator[PreTrainedModel]:
     in the precision of the training."""
     model, plan = trainer.accelerator.unwrap_model(trainer.model), trainer.plan
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    padded = resolve_attention(plan.attn, plan.device, plan.precision, padding_free=False)
+    padded = attention_of(base.config, resolve_attention(plan.attn, plan.device, plan.precision, padding_free=False))
     with attending_by(base, padded), trainer.accelerator.autocast():
         yield base

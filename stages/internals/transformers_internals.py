@@ -87,6 +87,15 @@ def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation_internal = own
 
 
+def supports_sdpa(kind: type[PreTrainedModel]) -> bool:
+    return bool(kind._supports_sdpa)
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether a model keeps states of which no token can be taken back, as Mamba does."""
+    return bool(model._is_stateful)
+
+
 def layer_classes(model: PreTrainedModel) -> set[str]:
     """Names of the classes that transformers keeps whole on one device."""
     return set(model._no_split_modules or ())

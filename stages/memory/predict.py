@@ -14,6 +14,7 @@ from statistics import mean
 from typing import TypeAlias, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from stages.core.families import family_of
@@ -22,6 +23,7 @@ from stages.memory.calibration import load_calibration
 from stages.memory.recorder import Peak, Recording
 from stages.memory.step import Inference, from_features, record_generation, record_step, recorded_accumulation
 from stages.models.adapters import apply_recipe, count_trainable
+from stages.models.forward import require_own_loss
 from stages.models.load import meta_model
 from stages.models.prompts import Processor
 from stages.planning.cards import named_card, usable_bytes
@@ -73,9 +75,11 @@ class MemoryPredictor:
 
     def completed(self, plan: Plan, memory: MemoryParams) -> tuple[Plan, tuple[str, ...]]:
         """The plan with what follows from the base's geometry: trainable parameters, disk for features, and what makes
-        it faster; and a line on each choice."""
-        model = apply_recipe(meta_model(self.config), plan.parts, plan.lora, plan.full_targets)
-        plan = replace(plan, trainable=count_trainable(model))
+        it faster; and a line on each choice. Raises UserError if TRL's loss is not the model's own."""
+        model = meta_model(self.config)
+        require_own_loss(model)
+        trained = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
+        plan = replace(plan, trainable=count_trainable(trained))
         return with_speedups(self.with_features(plan, memory.features_gb), memory, self.config)
 
     def with_features(self, plan: Plan, limit_gb: float) -> Plan:
@@ -168,17 +172,17 @@ def repeated(batch: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.T
 
 
 def depth_of(config: PreTrainedConfig) -> Depth:
-    vision = getattr(config, "vision_config", None)
-    return config.get_text_config().num_hidden_layers, vision.depth if vision is not None else 0
+    vision = config.vision_config.depth if family_of(config.model_type).vision else 0
+    return config.get_text_config().num_hidden_layers, vision
 
 
 def with_depth(config: PreTrainedConfig, depth: Depth) -> PreTrainedConfig:
     """A copy of the geometry with `depth` layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
+    for name, values in per_layer(text).items():
+        setattr(text, name, values[: depth[0]])
     text.num_hidden_layers = depth[0]
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[: depth[0]]
     if depth[1]:
         tower = config.vision_config
         tower.depth = depth[1]
@@ -186,6 +190,12 @@ def with_depth(config: PreTrainedConfig, depth: Depth) -> PreTrainedConfig:
         if full and min(full) >= depth[1]:  # the other blocks attend within windows, and keep as much for backward
             tower.fullatt_block_indexes = [0]
     return config
+
+
+def per_layer(text: PreTrainedConfig) -> dict[str, list[object]]:
+    """The settings of a language model that have a value for each layer, such as layer_types."""
+    depth = text.num_hidden_layers
+    return {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == depth}
 
 
 def sample_depths(config: PreTrainedConfig) -> list[Depth]:
@@ -197,18 +207,22 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
     fed = len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
     few = max(SHALLOW, fed)
     settings = config.get_text_config()
-    uneven = (
-        len(set(getattr(settings, "layer_types", None) or [0])) > 1
-        or getattr(settings, "mlp_only_layers", None)
-        or getattr(settings, "decoder_sparse_step", 1) != 1  # not every layer has experts
-    )
-    if uneven or text <= few or 0 < vision <= SHALLOW:
+    uneven = any(len({*map(repr, values)}) > 1 for values in per_layer(settings).values())
+    if uneven or layers_differ(config) or text <= few or 0 < vision <= SHALLOW:
         return [(text, vision)]
     if fed:
         return [(few, vision), (few + 1, vision)]
     if not vision:
         return [(SHALLOW, 0), (SHALLOW + 1, 0)]
     return [(SHALLOW, SHALLOW), (SHALLOW + 1, SHALLOW), (SHALLOW, SHALLOW + 1)]
+
+
+def layers_differ(config: PreTrainedConfig) -> bool:
+    """Whether the layers of a language model have other weights than each other, or none are found."""
+    depth = config.get_text_config().num_hidden_layers
+    lists = (each for each in meta_model(config).get_decoder().modules() if isinstance(each, nn.ModuleList))
+    layers = next((each for each in lists if len(each) == depth), ())
+    return len({tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in layers}) != 1
 
 
 def _allocator_shares(recording: Recording, *, expandable: bool) -> tuple[float, float]:

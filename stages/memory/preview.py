@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from stages.core.environment import instruction_set
-from stages.core.families import require_precision
+from stages.core.families import require_precision, unlisted_words
 from stages.core.params.schema import Params
 from stages.core.tasks import require_answer_format
 from stages.memory.fit import Fit, fitting_batch_size
@@ -62,7 +62,7 @@ def preview(
     Raises UserError if base, data and recipe do not go together.
     """
     wanted, memory = params.recipe(recipe), params.active.memory
-    notes, lengths = [], []
+    notes, lengths = [note for note in (unlisted_words(config.model_type),) if note], []
     samples.check(config.model_type)
     require_answer_format(samples, wanted.answer_format, f"recipes.{recipe}.answer_format")
     require_precision(config.model_type, memory.precision)
@@ -81,6 +81,7 @@ def preview(
         processor = load_processor(base_dir, plan.images, plan.template_options)
         collator = ConversationCollator.for_plan(plan, processor, records, samples)
         require_image_model(processor, data_dir)
+        collator.require_positions(config)
         notes.append(collator.length_summary())
         limit, setting = params.active.evaluation.max_new_tokens, f"profiles.{params.profile}.evaluation.max_new_tokens"
         references = [collator.converse(each) for each in samples.read_split(data_dir, "val")]

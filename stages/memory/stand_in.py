@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from stages.core.families import family_of
 from stages.core.params.schema import ImageParams
 from stages.internals.torch_internals import without_modes
 from stages.internals.transformers_internals import become_nf4
@@ -32,7 +33,7 @@ ABSMAX_GROUP = 256
 def stand_in_processor(config: PreTrainedConfig, images: ImageParams | None) -> Processor:
     """A processor for a vision-language model, a tokenizer for a text model."""
     processor = load_processor(STAND_IN_DIR, images)
-    return processor if hasattr(config, "vision_config") else tokenizer_of(processor)
+    return processor if family_of(config.model_type).vision else tokenizer_of(processor)
 
 
 def stand_in_batch(
@@ -46,8 +47,8 @@ def stand_in_batch(
     ids = torch.zeros((micro_batch, max_length), dtype=torch.long)
     batch: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     labels = torch.ones_like(ids)
-    vision = getattr(config, "vision_config", None)
-    if vision is not None and max_pixels is not None:
+    if family_of(config.model_type).vision is not None and max_pixels is not None:
+        vision = config.vision_config
         side = vision.patch_size * vision.spatial_merge_size
         tokens = min(max_pixels // side**2, max_length - 2)  # one before the image, and one to be learned
         patches = tokens * vision.spatial_merge_size**2

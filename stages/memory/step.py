@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from stages.core.params.schema import DeviceParams
 from stages.internals.accelerate_internals import reset_accelerator
@@ -19,6 +19,7 @@ from stages.memory.recorder import Recorder, Recording, Storage, recorder_of, wi
 from stages.memory.stand_in import quantize_nf4, stand_in_kernels
 from stages.mixture.trainer import make_trainer
 from stages.models.adapters import apply_recipe
+from stages.models.forward import forward_takes, has_plain_cache, layer_sizes
 from stages.models.kernels import fused_kernels
 from stages.models.load import DTYPES, local, new_model, resolve_attention, shard
 from stages.models.prompts import Processor
@@ -205,19 +206,24 @@ def record_generation(
 
     batch: the longest prompts, without labels, as many as are read at once. batch_size: completions at once.
     """
-    text, prompts, itemsize = config.get_text_config(), batch["input_ids"], DTYPES[inference.precision].itemsize
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    layer_keys = (prompts.shape[1] + max_new_tokens) * text.num_key_value_heads * width * itemsize  # one completion's
+    (num_prompts, length), itemsize = batch["input_ids"].shape, DTYPES[inference.precision].itemsize
     with recorder_of(inference.device, inference.attn, config) as recorder:
         inputs = without_contents(batch)
         model = new_model(config, precision=inference.precision, attn=_attention(inference.attn)).eval()
         recorder.label(model.parameters(), "weights")
         recorder.label(inputs.values(), "activations")
         recorder.begin("forward")
-        others = batch_size - len(prompts)
-        recorder.add(2 * text.num_hidden_layers * others * layer_keys, "activations")
+        others = recorder.add(0, "activations")
         with torch.inference_mode():
-            output = model(**inputs, use_cache=True, logits_to_keep=1)
+            keep = {"logits_to_keep": 1} if "logits_to_keep" in forward_takes(model) else {}
+            cache = {"past_key_values": DynamicCache()} if has_plain_cache(model) else {}  # as evaluation/generate.py
+            output = model(**inputs, use_cache=True, **keep, **cache)
+        layers = layer_sizes(getattr(output, "past_key_values", None) or output.cache_params)
+        # Bytes of one completion of full length in all layers, and of the keys in the largest.
+        cached, layer_keys = (
+            size * (length + max_new_tokens) // (length * num_prompts) for size in (sum(layers), max(layers) // 2)
+        )
+        others.size_bytes = (batch_size - num_prompts) * cached
         recording = recorder.finish()
         del output
     end = max(max(storage.born, storage.died or 0) for storage in recording.storages) + 1
@@ -225,9 +231,10 @@ def record_generation(
         if storage.budget != "weights" and storage.died is None:
             storage.died = end
     # The most likely token is chosen among fp32 logits.
-    logits = batch_size * text.vocab_size * (itemsize + torch.float32.itemsize * (itemsize < torch.float32.itemsize))
+    vocab_size = config.get_text_config().vocab_size
+    logits = batch_size * vocab_size * (itemsize + torch.float32.itemsize * (itemsize < torch.float32.itemsize))
     recording.storages += [
-        Storage((2 * text.num_hidden_layers + 1) * batch_size * layer_keys, "activations", born=end + 1),
+        Storage(batch_size * (cached + layer_keys), "activations", born=end + 1),
         Storage(logits, "logits", born=end + 2),
     ]
     return recording

@@ -18,11 +18,13 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES, family_of
 from stages.core.params.schema import PARTS, LoraParams, Part, PartsParams
-from stages.models.load import load_base, process_mesh, shard, whole
+from stages.internals.peft_internals import expert_names
+from stages.models.load import load_base, meta_model, process_mesh, shard, whole
 
 if TYPE_CHECKING:
     from stages.planning.plan import Plan
@@ -43,6 +45,9 @@ def _part_patterns() -> tuple[tuple[Part, re.Pattern[str]], ...]:
     visions = [family.vision for family in FAMILIES.values() if family.vision]
     patterns: list[tuple[Part, str]] = [("projector", vision.projector) for vision in visions]
     patterns += [("vision", vision.tower) for vision in visions]
+    # Models without an entry are trained as text models: these parts stay frozen.
+    patterns.append(("projector", r"model\.(multi_modal_projector|connector|embed_vision|embed_audio|aligner)\."))
+    patterns.append(("vision", r"model\.(vision|audio)_\w+\."))
     return tuple((part, re.compile(pattern)) for part, pattern in dict.fromkeys(patterns))
 
 
@@ -112,7 +117,13 @@ def _full_parameters(
     """Names of the parameters that are trained in full. Raises UserError for a target without any."""
     found: set[str] = set()
     for part in parts.trained("full"):
-        names = [name for name, _ in model.named_parameters() if part_of(name) == part and not is_idle(model, name)]
+        # Loading makes all parameters trainable, also those that the class corrects by rules of its own.
+        corrected = {name for name, each in meta_model(model.config).named_parameters() if not each.requires_grad}
+        names = [
+            name
+            for name, _ in model.named_parameters()
+            if part_of(name) == part and not is_idle(model, name) and name not in corrected
+        ]
         targets = full_targets.get(part)
         if targets is None:
             found.update(names)
@@ -135,17 +146,15 @@ def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
 
     Raises UserError for a target that matches no linear layer of its part.
     """
-    linears = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not is_idle(model, name)
-    ]
-    targets = {part: _target_suffixes(model, part, suffixes) for part, suffixes in lora.targets.items()}
+    linears = adaptable_linears(model)
+    targets = {part: _target_suffixes(model, part, suffixes, linears) for part, suffixes in lora.targets.items()}
     for part, suffixes in targets.items():
         for suffix in suffixes:
             if not any(part_of(name) == part and _ends_with(name, suffix) for name in linears):
                 endings = sorted({name.rsplit(".", 1)[-1] for name in linears if part_of(name) == part})
                 raise UserError(
-                    f"lora.targets.{part}: {suffix!r} names no linear layer; the {part}'s end in {', '.join(endings)}; "
-                    f"{ALL_LINEAR} names those of any family"
+                    f"lora.targets.{part}: {suffix!r} names no linear layer that takes an adapter, as neither a head "
+                    f"nor a mixture's experts do; the {part}'s end in {', '.join(endings)}; {ALL_LINEAR} names them all"
                 )
     names = [name for name in linears if any(_ends_with(name, suffix) for suffix in targets.get(part_of(name), ()))]
     return LoraConfig(
@@ -158,15 +167,43 @@ def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
     )
 
 
-def _target_suffixes(model: PreTrainedModel, part: Part, suffixes: Sequence[str]) -> Sequence[str]:
-    """The suffixes, or the family's own names of the part's linear layers for ALL_LINEAR."""
+def adaptable_linears(model: PreTrainedModel) -> list[str]:
+    """Names of the linear layers that compute with an adapter on them.
+
+    Left out are the head and projections of Mamba, as TRL's loss and Mamba's kernels take the weights alone; layers of
+    a class of the model's own, such as routers; names that PEFT takes for a mixture's fused experts; and idle layers.
+    """
+    modules, head = dict(model.named_modules()), model.get_output_embeddings()
+    experts = expert_names(model.config.model_type)
+
+    def is_adaptable(name: str, module: nn.Module) -> bool:
+        parent, _, leaf = name.rpartition(".")
+        in_mamba = hasattr(modules[parent], "A_log") and hasattr(modules[parent], "D")
+        return (
+            isinstance(module, (nn.Linear, Conv1D))
+            and module is not head
+            and not type(module).__module__.startswith("transformers.models.")
+            and leaf not in experts
+            and not (in_mamba and leaf in ("out_proj", "dt_proj", "x_proj"))
+            and not is_idle(model, name)
+        )
+
+    return [name for name, module in modules.items() if is_adaptable(name, module)]
+
+
+def _target_suffixes(
+    model: PreTrainedModel, part: Part, suffixes: Sequence[str], linears: Sequence[str]
+) -> Sequence[str]:
+    """The suffixes; in place of ALL_LINEAR the family's own names of the part's linear layers, or for a language model
+    without an entry the names of all of them. linears: from `adaptable_linears`."""
     if ALL_LINEAR not in suffixes:
         return suffixes
     family = family_of(model.config.model_type)
-    linears = {"llm": family.linears, "vision": family.vision.linears if family.vision else ()}.get(part, ())
-    if not linears:
+    own = family.linears or tuple(name for name in linears if part_of(name) == "llm")
+    known = {"llm": own, "vision": family.vision.linears if family.vision else ()}.get(part, ())
+    if not known:
         raise UserError(f"lora.targets.{part}: {ALL_LINEAR} is known for vision and llm only; name the layers")
-    return linears
+    return [*known, *(suffix for suffix in suffixes if suffix != ALL_LINEAR)]
 
 
 def _ends_with(name: str, suffix: str) -> bool:

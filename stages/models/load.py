@@ -25,12 +25,17 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
 from stages.core.errors import UserError, join_truncated
 from stages.core.params.schema import DeviceParams
-from stages.internals.transformers_internals import balanced_device_map, layer_classes, mark_distributed
+from stages.internals.transformers_internals import (
+    balanced_device_map,
+    layer_classes,
+    mark_distributed,
+    supports_sdpa,
+)
 from stages.models.folders import read_config
 from stages.models.kernels import EXPERTS, PACKED, replace_modules
 
@@ -68,7 +73,9 @@ def load_model(
         output_loading_info=True,
         config=config,
         dtype=DTYPES[precision],
-        attn_implementation=(attn := resolve_attention(attn, device, precision, padding_free=padding_free)),
+        attn_implementation=(
+            attn := attention_of(config, resolve_attention(attn, device, precision, padding_free=padding_free))
+        ),
         experts_implementation=EXPERTS,
         local_files_only=True,
         use_safetensors=True,
@@ -118,10 +125,18 @@ def nf4_config(precision: str) -> BitsAndBytesConfig:
 
 def new_model(config: PreTrainedConfig, *, precision: str, attn: str = "sdpa") -> PreTrainedModel:
     """A model with freshly initialized weights, which computes as a loaded one does."""
+    attn = attention_of(config, attn)
     model = auto_class(config).from_config(
         config, dtype=DTYPES[precision], attn_implementation=attn, experts_implementation=EXPERTS
     )
     return replace_modules(model, attn)
+
+
+def attention_of(config: PreTrainedConfig, attn: str) -> str:
+    """transformers' name of an attention, or eager for SDPA where the model's class has none."""
+    images = auto_class(config) is AutoModelForImageTextToText
+    kind = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if images else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+    return "eager" if attn == "sdpa" and not supports_sdpa(kind) else attn
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:

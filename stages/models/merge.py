@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from operator import eq
@@ -68,6 +69,8 @@ def merge_certified(
     trained_logits = probe_logits(trained, processor, probes)
     merge_trained(trained).save_pretrained(folder, safe_serialization=True, max_shard_size=MAX_SHARD_SIZE)
     processor.save_pretrained(folder)
+    if (tokenizer := parents["base"][0] / "tokenizer.json").exists():
+        shutil.copyfile(tokenizer, folder / tokenizer.name)  # a saved one has the padding of its last batch
     del base, trained  # the next model needs their memory
     merged = load(folder)
     if not keep_weights:

@@ -104,7 +104,7 @@ def _restored(model_type: str, settings: dict[str, Any]) -> ProcessorMixin:
 def load_processor(folder: Path, images: ImageParams | None, options: TemplateOptions = NO_OPTIONS) -> Processor:
     """The processor of a vision-language model, or the tokenizer of a text model, with the profile's pixel limits.
 
-    options: of the chat template (template_options). Raises UserError for a model of an unknown family.
+    options: of the chat template (template_options).
     Images are resized by Pillow everywhere, never by torchvision: a CPU and a GPU machine see the same pixels.
     """
     offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

@@ -152,6 +152,17 @@ class ConversationCollator:
             * (fused > 0)
         )
 
+    def require_positions(self, config: PreTrainedConfig) -> None:
+        """Raises as `lengths` does, and UserError if the longest sample has more tokens than the base has positions."""
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
+        if positions is not None and self.lengths[longest] > positions:
+            raise UserError(
+                f"sample {self.converse(self.records[longest]).sample_id} has {self.lengths[longest]} tokens, and the "
+                f"base has {positions} positions (max_position_embeddings of its config.json); leave such samples out, "
+                "or take another base"
+            )
+
     def largest_batch(self, micro_batch: int) -> dict[str, Any]:
         """The longest samples in tokens, the longest first; all if there are fewer.
 

@@ -70,9 +70,11 @@ def test_counts_on_qwen2_vl_7b(recipe: str, vision: int, projector: int, llm: in
     assert (found["vision"], found["projector"], found["llm"]) == (vision, projector, llm)
 
 
-def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
-    lora = LoraParams(rank=4, alpha=8, targets={"llm": ("q_proj", "query")})
-    with pytest.raises(UserError, match=r"lora.targets.llm: 'query' names no linear layer; the llm's end in .*q_proj"):
+@pytest.mark.parametrize("other", ["q_proj", "all-linear"])
+@pytest.mark.parametrize("wrong", ["query", "lm_head"])
+def test_an_unknown_target_and_a_head_are_refused_with_the_known_ones(wrong: str, other: str) -> None:
+    lora = LoraParams(rank=4, alpha=8, targets={"llm": (other, wrong)})
+    with pytest.raises(UserError, match=rf"lora.targets.llm: '{wrong}' names no .*; the llm's end in .*q_proj"):
         lora_config(meta("Qwen/Qwen2-VL-2B-Instruct"), lora)
     with pytest.raises(UserError, match="has no vision"):
         apply_recipe(meta("data/tiny/qwen2"), PartsParams(vision="full"), None)
