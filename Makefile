@@ -6,7 +6,7 @@
 
 # cpu or cuda; not given: cuda where there is an NVIDIA GPU.
 TARGET ?=
-# What `make setup` installs beside the project's own: dev, try, vllm.
+# What `make setup` installs beside the project's own: dev, try, llamacpp, vllm.
 EXTRAS ?=
 # The task of demo, run, compare and report, a folder of stages/tasks.
 TASK ?= detection
@@ -39,7 +39,7 @@ help: ## List these targets
 		printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 .PHONY: setup
-setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS="dev try vllm", PYTHON=...)
+setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS="dev try llamacpp vllm", PYTHON=...)
 	@docker/setup $(EXTRAS)
 
 .PHONY: setup-dev
@@ -190,7 +190,7 @@ lock: setup
 # Remove results and tool caches; .venv and DVC's cache stay
 .PHONY: clean
 clean:
-	rm -rf data/bases data/builds data/prepared data/runs data/predictions data/provenance data/published data/report
+	rm -rf data/bases data/builds data/exports data/prepared data/runs data/predictions data/provenance data/published data/report
 	rm -rf .bakeoff/checkpoints .bakeoff/logs .bakeoff/stages .bakeoff/triton .bakeoff/verify
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	find stages tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

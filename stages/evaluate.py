@@ -1,12 +1,13 @@
 """Generate a model's completions of the validation samples, and score them; or score those of a file.
 
-Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself or data/answers/FILE), the
-        prepared data
+Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself or data/answers/FILE; for an
+        export, data/exports/NAME/, with its recipe's tokenizer), the prepared data
 Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, examples/}; the files of the run that a report needs to
         data/report/TASK/runs/RECIPE/, with the certificate of vLLM if it generates; the process memory to
         data/report/TASK/memory/RECIPE/evaluate.json
 Run     docker/run evaluate r1-llm-only
         docker/run evaluate base-vlm
+        docker/run evaluate chat-lora-q8
 
 Exits with code 79 on out-of-memory; the launcher restarts it with half the batch.
 """
@@ -37,6 +38,8 @@ from stages.data.parquet import write_rows
 from stages.evaluation.generate import TextGenerator, batch_size_for, load_generator
 from stages.evaluation.score import Scored, failures, read_completions, score_completions, summary, write_examples
 from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
+from stages.exporting.certificate import exported_model
+from stages.exporting.packages import require_llama_cpp
 from stages.models.certificate import certified_model
 from stages.planning.ladder import MAX_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
@@ -64,6 +67,8 @@ def main(name: str, attempt: int) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     if name in params.baselines and (path := params.baselines[name].answers):
         evaluation = evaluate_file(name, task, Path(path), records, questions)
+    elif name in params.exports:
+        evaluation = evaluate_gguf(params, name, task, records, questions, attempt=attempt)
     else:
         evaluation = evaluate_model(params, name, task, records, questions, attempt=attempt)
 
@@ -110,8 +115,9 @@ def task_of(params: Params, name: str) -> Task:
     subject = params.subject(name)
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
     models = scoring.models() if hasattr(scoring, "models") else {}
-    if name in params.recipes:
-        return Task(subject.task, samples, scoring, read_plan(name).answer_format, models)
+    if name in params.recipes or name in params.exports:
+        recipe = params.exports[name].recipe if name in params.exports else name
+        return Task(subject.task, samples, scoring, read_plan(recipe).answer_format, models)
     require_answer_format(samples, subject.answer_format, f"baselines.{name}.answer_format")
     return Task(subject.task, samples, scoring, subject.answer_format, models)
 
@@ -172,6 +178,41 @@ def rebatched(
     metrics = {key: again.metrics[key] for key in task.scoring.SUMMARY if isinstance(again.metrics.get(key), float)}
     found = metrics | {"batch_size": batch_size, "changed": 1 - same / len(records)}
     return {f"{REBATCHED}{key}": value for key, value in found.items()}
+
+
+def evaluate_gguf(
+    params: Params, name: str, task: Task, records: Sequence[Any], questions: Sequence[Conversation], *, attempt: int
+) -> Evaluation:
+    """Let llama.cpp generate the completions of an export, and score them."""
+    from stages.evaluation.llama_cpp import LlamaCpp
+
+    require_llama_cpp()
+    folder, lineage, certificate = exported_model(name)
+    settings = params.active.evaluation
+    (path,) = folder.glob("*.gguf")
+    memory = MemoryLog(())
+    generator = LlamaCpp(
+        path=path,
+        model_dir=Path("data/runs") / params.exports[name].recipe / "merged",
+        samples=task.samples,
+        answer_format=task.answer_format,
+        slots=batch_size_for(settings, len(questions), largest=MAX_BATCH_SIZE, attempt=attempt),
+        settings=settings,
+    )
+    memory.loaded()
+    completions, options = generator.completions(questions), dict(task.models)
+    if hasattr(task.scoring, "candidates"):
+        candidates = task.scoring.candidates(records, answer_format=task.answer_format)
+        options["likelihoods"] = generator.likelihoods(candidates)
+    metrics, rows = task.scoring.score(records, completions, answer_format=task.answer_format, **options)
+    metrics |= {
+        "samples_per_second": round(len(records) / generator.seconds, 3),
+        "tokens_per_second": round(generator.num_tokens / generator.seconds, 1),
+        "engine": generator.engine,
+        "size_bytes": certificate.size_bytes,
+        "same_prompts": generator.same_prompts(questions),
+    }
+    return Evaluation(metrics=metrics, rows=rows, lineage=lineage, memory=memory)
 
 
 def evaluate_file(

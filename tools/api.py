@@ -86,7 +86,7 @@ def read_run(name: str) -> Run:
     task = params.subject(name).task
     run = read_task_run(params, task_report(load_task(task, "report"), params, task), name, Path("data"))
     if run is None:
-        stage = evaluation_stage(name, trained=name in params.recipes)
+        stage = evaluation_stage(name, trained=name in params.recipes, exported=name in params.exports)
         raise UserError(f"{name} has not been evaluated; run: dvc repro {stage}")
     return run
 
@@ -103,7 +103,8 @@ def compare_runs(task: str) -> Comparison:
 
     params = load_params()
     report = task_report(load_task(task, "report"), params, task)
-    return compare(report, read_contenders(params, report, [Path("data")]))
+    contenders = read_contenders(params, report, [Path("data")])
+    return compare(report, contenders, matters_to_exports=params.compare.matters.get(report.primary.key))
 
 
 def table_text(comparison: Comparison) -> str:

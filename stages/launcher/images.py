@@ -67,7 +67,7 @@ def image_reference(workspace_dir: Path, target: str) -> str:
 
 def image_inputs(workspace_dir: Path, target: str) -> dict[str, str]:
     """Everything that the image is built from: files by their digest, the rest as it is."""
-    files = ["Dockerfile", "install", f"{below(target)}.lock", "installer.lock"]
+    files = ["Dockerfile", "install", f"{below(target)}.lock", "installer.lock", "llamacpp.lock"]
     files += ["check_triton.py"] if below(target) == "cuda" else []
     files += [f"{target}.lock"] if target in BELOW_VLLM else []
     files += ["torchvision_on_cpu.py"] if target == "vllm-cpu" else []

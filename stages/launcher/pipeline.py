@@ -231,7 +231,8 @@ class Request:
     @property
     def num_gpus(self) -> int:
         baseline = self.params.baselines.get(self.name)
-        return 0 if baseline and baseline.answers else gpus_wanted(self.stage, self.params.active.device)
+        on_cpu = self.name in self.params.exports or (baseline and baseline.answers)
+        return 0 if on_cpu else gpus_wanted(self.stage, self.params.active.device)
 
     @property
     def num_nodes(self) -> int:

@@ -31,7 +31,7 @@ from stages.core.signals import SAME_REQUEST_S, end_with_parent, handling
 if TYPE_CHECKING:  # a container starts this module first, and needs no dvc.yaml
     from stages.launcher.pipeline import Request
 
-STAGES = ("base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare", "publish")
+STAGES = ("base", "prepare", "plan", "train", "merge", "build", "export", "evaluate", "predict", "compare", "publish")
 
 MACHINE_COUNTERS = (Path("/proc/vmstat"),)
 """Files with the kernel's count of processes that it killed because memory ran out."""

@@ -25,7 +25,7 @@ def checked_params(workspace_dir: Path) -> Params:
 def unknown_tasks(params: Params, tasks_dir: Path) -> dict[str, str]:
     """Problems by dotted path: tasks without a folder in `tasks_dir`."""
     known = sorted(path.name for path in tasks_dir.glob("[!_]*/"))
-    groups = {group: getattr(params, group) for group in ("baselines", "recipes", "builds", "predictions")}
+    groups = {group: getattr(params, group) for group in ("baselines", "recipes", "builds", "exports", "predictions")}
     groups |= {f"profiles.{name}.datasets": profile.datasets for name, profile in params.profiles.items()}
     there_are = f"there are {', '.join(known)}"
     return {

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen2MoeConfig
@@ -27,7 +26,7 @@ from stages.core.lineage import Lineage, short, write_lineage
 from stages.data.conversation import Conversation
 from stages.mixture.certificate import TOLERANCE, BuildCertificate, Change
 from stages.mixture.routing import measure_domains
-from stages.models.folders import INDEX_FILE, check_model_folder, copy_model_files, weight_files
+from stages.models.folders import INDEX_FILE, Checkpoint, check_model_folder, copy_model_files
 from stages.models.load import load_config, meta_model
 from stages.models.merge import MAX_SHARD_SIZE
 from stages.models.prompts import load_processor
@@ -162,21 +161,6 @@ def merge_experts(base_dir: Path, expert_dirs: Mapping[str, Path], folder: Path,
         if change.outside:
             log.warning("expert %s changed all else by %.2g of its norm, which is lost", name, change.outside)
     return changes
-
-
-class Checkpoint:
-    """The weights of a model folder, in one file or several, read when asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path_of: dict[str, Path] = {}
-        for path in (folder / name for name in sorted(weight_files(folder))):
-            with safe_open(path, framework="pt") as file:
-                self.path_of |= dict.fromkeys(file.keys(), path)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """A tensor in its own dtype, mapped from its file, which is closed with the last tensor of it."""
-        with safe_open(self.path_of[name], framework="pt") as file:
-            return file.get_tensor(name)
 
 
 def change_from(base: Checkpoint, expert: Checkpoint) -> Change:

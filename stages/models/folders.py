@@ -9,13 +9,16 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from stages.core.errors import UserError
 from stages.core.given_files import given_files, read_plain
 from stages.core.records import parse_json, rebuild, shown
+
+if TYPE_CHECKING:
+    import torch
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""
@@ -141,6 +144,25 @@ def weight_files(folder: Path) -> set[str]:
 def _is_index(found: Any) -> bool:
     names = found.get("weight_map") if isinstance(found, dict) else None
     return isinstance(names, dict) and all(isinstance(name, str) for name in names.values())
+
+
+class Checkpoint:
+    """The weights of a model folder, in one file or several, read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path_of: dict[str, Path] = {}
+        for path in (folder / name for name in sorted(weight_files(folder))):
+            with safe_open(path, framework="pt") as file:
+                self.path_of |= dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A tensor in its own dtype, mapped from its file, which is closed with the last tensor of it."""
+        with safe_open(self.path_of[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with safe_open(self.path_of[name], framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
 
 
 def has_weights(folder: Path) -> bool:

@@ -114,6 +114,8 @@ class Contender:
     """Key of the metric that ranks it."""
     left_out: str = ""
     """The reason why it is not compared; empty if it is."""
+    export_of: str | None = None
+    """The recipe that it is an export of; None for another contender. An export is compared with that model alone."""
 
     @property
     def run(self) -> Run | None:
@@ -144,12 +146,14 @@ class Contender:
     @property
     def stage(self) -> str:
         """The pipeline stage that evaluates it."""
-        return evaluation_stage(self.name, trained=self.baseline is not None)
+        return evaluation_stage(self.name, trained=self.baseline is not None, exported=self.export_of is not None)
 
     @property
     def role(self) -> str:
         if self.run is None:
             return "not run"
+        if self.export_of:
+            return "export"
         if self.baseline is None:
             return "answers" if self.answers else "baseline"
         return "stage" if self.stage_of else ""
@@ -235,25 +239,36 @@ class Comparison:
         return sample_words(*self.counts)
 
 
-def compare(report: TaskReport, contenders: Sequence[Contender], *, matters: float | None = None) -> Comparison:
+def compare(
+    report: TaskReport,
+    contenders: Sequence[Contender],
+    *,
+    matters: float | None = None,
+    matters_to_exports: float | None = None,
+) -> Comparison:
     """Rank, and decide every question that the runs can decide. All of them are one family (`as_family`).
 
     contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`). If one of
         them has several runs, recipes are compared, and those with a single training take no part.
     matters: the smallest difference that matters, in the unit of the primary metric; None if no recipe is called as
         good as another.
+    matters_to_exports: the same, for the question whether an export is as good as its model, which is asked of models
+        too.
     Raises UserError if none can take part.
     """
     over_seeds = any(len(contender.runs) > 1 for contender in contenders)
     contenders = [replace(each, left_out=_why_left_out(each, over_seeds=over_seeds)) for each in contenders]
-    compared = [contender for contender in contenders if not contender.left_out]
+    compared = [each for each in contenders if not each.left_out and not each.export_of]
     if not compared:
         raise UserError(f"nothing can be compared: {'; '.join(each.left_out for each in contenders)}")
     sign = 1 if report.primary.higher_is_better else -1
     best, *rivals = sorted(compared, key=lambda contender: sign * contender.score.mean, reverse=True)
     leaders = tuple(each.name for each in compared if isclose(each.score.mean, best.score.mean, rel_tol=1e-9))
     by_name = {contender.name: contender for contender in contenders}
-    insights = [_insight(report, question, by_name, matters) for question in _questions(report, by_name)]
+    insights = [
+        _insight(report, question, by_name, matters_to_exports if by_name[question.ours].export_of else matters)
+        for question in _questions(report, by_name)
+    ]
     of_best = [_insight(report, Question(_BEST, best.name, rival.name), by_name, None) for rival in rivals]
     # Whether the best is better than every other is one more question; the rival with the least evidence decides it.
     corrected = _corrected(
@@ -296,6 +311,7 @@ def read_contenders(params: Params, report: TaskReport, data_dirs: Sequence[Path
     task = report.task
     names: dict[str, str | None] = {name: None for name, base in params.baselines.items() if base.task == task}
     names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
+    names |= {name: None for name, export in params.exports.items() if export.task == task}
     runs = {
         name: list(filter(None, (read_task_run(params, report, name, data_dir) for data_dir in data_dirs)))
         for name in names
@@ -318,39 +334,48 @@ def read_contenders(params: Params, report: TaskReport, data_dirs: Sequence[Path
             different_models(runs[name]),
             baseline=baseline,
             stage_of=tuple(other for other, parent in continued_by.items() if parent == name),
+            export_of=params.exports[name].recipe if name in params.exports else None,
         )
         for name, baseline in names.items()
     ]
 
 
 def read_task_run(params: Params, report: TaskReport, name: str, data_dir: Path) -> Run | None:
-    """The run of a recipe or a baseline of the report's task, or None if it has not been evaluated."""
+    """The run of a recipe, a baseline or an export of the report's task, or None if it has not been evaluated."""
     return read_run(
         report_runs_dir(data_dir, report.task) / name,
         identity=report.identity,
         columns=report.columns,
         trained=name in params.recipes,
+        exported=name in params.exports,
         memory_by_stage=_memory_by_stage(params, report.task, name, data_dir),
         records_dir=records_dir(data_dir, report.task),
     )
 
 
 def _memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> dict[str, Path]:
-    """The memory files of the stages that a recipe or a baseline went through, in their order.
+    """The memory files of the stages that a recipe, a baseline or an export went through, in their order.
 
     The build that it starts from is among them; the stages of a recipe that it continues are not.
     """
-    trained = name in params.recipes
-    stages = {f"{stage}@{name}": (name, stage) for stage in (["train", "merge"] if trained else [])}
-    stages[evaluation_stage(name, trained=trained)] = (name, "evaluate")
+    trained, exported = name in params.recipes, name in params.exports
+    made_by = ["train", "merge"] if trained else ["export"] if exported else []
+    stages = {f"{stage}@{name}": (name, stage) for stage in made_by}
+    stages[evaluation_stage(name, trained=trained, exported=exported)] = (name, "evaluate")
     kind, _, build = params.subject(name).base.partition("/")
-    if kind == "builds":
+    if kind == "builds" and not exported:
         stages = {f"build@{build}": (build, "build"), **stages}
     return {stage: stage_memory_path(data_dir, task, name=of, stage=kind) for stage, (of, kind) in stages.items()}
 
 
 def score_contender(
-    report: TaskReport, name: str, runs: Sequence[Run], *, baseline: str | None, stage_of: tuple[str, ...] = ()
+    report: TaskReport,
+    name: str,
+    runs: Sequence[Run],
+    *,
+    baseline: str | None,
+    stage_of: tuple[str, ...] = (),
+    export_of: str | None = None,
 ) -> Contender:
     """A contender with its scores.
 
@@ -366,7 +391,13 @@ def score_contender(
         if (evidence := [evidence_of(metric, run) for run in runs])
     }
     return Contender(
-        name=name, baseline=baseline, stage_of=stage_of, runs=tuple(runs), scores=scores, primary=report.primary.key
+        name=name,
+        baseline=baseline,
+        stage_of=stage_of,
+        export_of=export_of,
+        runs=tuple(runs),
+        scores=scores,
+        primary=report.primary.key,
     )
 
 
@@ -477,7 +508,8 @@ def _why_left_out(contender: Contender, *, over_seeds: bool) -> str:
 
 
 def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Question]:
-    """The task's own, then every recipe against the base it comes from, and against each answers file."""
+    """The task's own, then every recipe against the base it comes from, and against each answers file, and every export
+    against its model."""
     asked = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
     return (
         asked
@@ -492,6 +524,11 @@ def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Que
             if given.answers
             for name, contender in by_name.items()
             if contender.baseline is not None
+        ]
+        + [
+            Question(f"{name} against {contender.export_of}", name, contender.export_of)
+            for name, contender in by_name.items()
+            if contender.export_of and contender.export_of in by_name
         ]
     )
 

@@ -28,7 +28,8 @@ refuted by Simes's test (Biometrika 73, 1986). That is proved for fewer kinds of
 docs/statistics.md has the simulation.
 
 **As good as**: two one-sided tests show that neither is ahead by what matters (Schuirmann, J. Pharmacokinet. Biopharm.
-15, 1987). "They are equal" and "they differ by what matters" are never both true of one question. So a set of all
+15, 1987). Of two models, such as an export and its own, the change may also be too rare to have been seen
+(`_p_unseen`). "They are equal" and "they differ by what matters" are never both true of one question. So a set of all
 equalities has the whole error; any other has `SHARE_OF_DIFFERENCES` of it, and "they differ by what matters" the rest,
 by Holm's method. At most 5 % of reports claim anything false of either kind.
 
@@ -400,8 +401,10 @@ def difference(
         interval = _bootstrapped(samples[pair[0]][0], samples[pair[1]][0], statistic, groups, resamples)
     elif spread:
         p_value, interval = spread.p_value(mean).item(), _around(mean, spread.half_width().item())
-        if matters is not None:
-            as_good = max(spread.p_at_least(each, matters).item() for each in (mean, -mean))
+    if spread and matters is not None:
+        as_good = max(spread.p_at_least(each, matters).item() for each in (mean, -mean))
+        if len(ours) == len(theirs) == 1:
+            as_good = max(as_good, _p_unseen(theirs, statistic, matters))
     p_value = max(p_value, least_p(num_drawn))
     return Difference(
         mean=mean,
@@ -532,6 +535,15 @@ class Race:
         near = (spread.p_at_least(sign * gaps, self.matters) <= level) | (everyone == self.leader[:, None])
         self.racing &= self.done[:, None] | ~behind
         self.done |= (near | ~self.racing).all(axis=-1)
+
+
+def _p_unseen(trained: Floats, statistic: Statistic, matters: float) -> float:
+    """The chance that no sample shows a change which alters the score by what matters, each of such samples by one
+    standard deviation of the samples: where completions hardly differ, the variance says nothing of what other samples
+    would show. trained: (trainings, samples, columns)."""
+    by_sample = _summary(trained, statistic)[3]
+    deviation = by_sample.std(ddof=1)
+    return float((1 - min(1.0, matters / deviation)) ** len(by_sample)) if deviation else 1.0
 
 
 def _as_trainings(values: Floats) -> Floats:

@@ -90,6 +90,8 @@ class Run:
     """Per-sample values by column of predictions.parquet, each (samples,)."""
     groups: Groups | None = None
     """None if each sample is its own."""
+    completions: tuple[str, ...] = ()
+    """The completion of each sample."""
     plan: Plan | None = None
     """None for an untrained base, as are the next two."""
     training: TrainingSummary | None = None
@@ -121,9 +123,9 @@ def copy_to_report(run_dir: Path, report_run_dir: Path, *, lineage: Lineage) -> 
                 shutil.copyfile(source, target)
 
 
-def evaluation_stage(name: str, *, trained: bool) -> str:
-    """The pipeline stage that evaluates a recipe, or an untrained base."""
-    return f"evaluate@{name}" if trained else f"baseline@{name}"
+def evaluation_stage(name: str, *, trained: bool, exported: bool = False) -> str:
+    """The pipeline stage that evaluates a recipe, an export, or an untrained base."""
+    return f"{'evaluate' if trained else 'exported' if exported else 'baseline'}@{name}"
 
 
 def read_run(
@@ -132,6 +134,7 @@ def read_run(
     identity: Sequence[str],
     columns: Sequence[str],
     trained: bool,
+    exported: bool = False,
     memory_by_stage: Mapping[str, Path] | None = None,
     records_dir: Path | None = None,
 ) -> Run | None:
@@ -140,6 +143,7 @@ def read_run(
     identity: columns of predictions.parquet with the id and the truth of a sample, the id first.
     columns:  numeric columns to read, one value a sample.
     trained:  whether it comes from training, with a plan and a training record.
+    exported: whether it is an export.
     memory_by_stage: memory files of the stages that made it, in their order; a file may be missing.
     records_dir: folder of the provenance of the task's runs.
     Raises UserError for damaged files, for missing columns, and for values that are missing or not finite.
@@ -148,10 +152,10 @@ def read_run(
     if not metrics_path.is_file() or not predictions_path.is_file():
         return None
     name = run_dir.name
-    stage = evaluation_stage(name, trained=trained)
+    stage = evaluation_stage(name, trained=trained, exported=exported)
     fix = rebuild(stage)
     grouped = [GROUP_COLUMN] * (GROUP_COLUMN in read_schema(predictions_path, fix=f"rebuild it with: {fix}").names)
-    rows = _read_predictions(predictions_path, [*identity, *columns, *grouped], fix)
+    rows = _read_predictions(predictions_path, [*identity, *columns, *grouped, "text"], fix)
     lineage = read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=fix)
     metrics = read_record(dict[str, Figure], metrics_path, fix=fix)
     kinds = (*EXAMPLE_KINDS, *(key.removeprefix(FAILURE) for key in metrics if key.startswith(FAILURE)))
@@ -166,6 +170,7 @@ def read_run(
             for row in rows
         ),
         sample_ids=tuple(str(row[identity[0]]) for row in rows),
+        completions=tuple(str(row["text"]) for row in rows),
         columns={column: _numbers(rows, column, predictions_path, fix) for column in columns},
         groups=_numbers(rows, GROUP_COLUMN, predictions_path, fix).astype(np.int64) if grouped else None,
         plan=read_plan(name, runs_dir=run_dir.parent, fix=fix) if trained else None,

@@ -15,9 +15,10 @@ from stages.core.errors import join_truncated, pluralize
 from stages.core.lineage import short
 from stages.core.params.schema import PARTS
 from stages.core.provenance import Provenance
+from stages.core.records import shown
 from stages.evaluation.statistics import LEVEL
 from stages.planning.plan import Plan
-from stages.reporting.compare import Comparison, Metric, p_words, too_few
+from stages.reporting.compare import Comparison, Contender, Metric, p_words, too_few
 from stages.reporting.evidence import FEWEST_TO_SHARE, POWER
 from stages.reporting.runs import REBATCHED, Run
 from stages.reporting.tables import (
@@ -32,6 +33,8 @@ from stages.reporting.tables import (
     terminal_table,
 )
 
+MOST_CHANGED = 5
+"""Samples of an export that a report shows with their changed completions."""
 TEXT_WIDTH = 120
 """Characters; the width of table.txt."""
 _NOT_SETTINGS = {"recipe", "trainable", "features_bytes"}
@@ -39,7 +42,13 @@ _MEMORY_KINDS = {
     "cpu_allocated": "tensors on the CPU",
     "cuda_allocated": "tensors on the GPU",
 }
-_DONE = {"train": "trained", "merge": "merged", "evaluate": "evaluated", "baseline": "evaluated"}
+_DONE = {
+    "train": "trained",
+    "merge": "merged",
+    "evaluate": "evaluated",
+    "baseline": "evaluated",
+    "exported": "evaluated",
+}
 """Participle by stage."""
 
 RunProvenance: TypeAlias = tuple[str, Provenance]
@@ -58,6 +67,8 @@ def report_tables(comparison: Comparison) -> dict[str, Table]:
         "trainable": trainable_table([run for run in runs if run.plan]),
         "costs": cost_table(runs),
         "quantization": quantization_table(runs, comparison.report.primary),
+        "exports": exports_table(comparison),
+        "changed": changed_table(comparison),
         "memory": memory_table(runs),
         "origins": origins_table(runs),
     }
@@ -426,6 +437,62 @@ def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
         "validation samples."
     )
     return Table.of(columns, rows, title="Merged out of 4 bits", lead=lead)
+
+
+def _exports(comparison: Comparison) -> Iterator[tuple[Contender, list[tuple[str, str, str]]]]:
+    """The exports that were scored, each with (sample, completion of its model, its own), if its model was scored."""
+    by_name = {contender.name: contender for contender in comparison.evaluated}
+    for contender in by_name.values():
+        if contender.export_of and contender.run:
+            model = by_name.get(contender.export_of)
+            theirs = model.run.completions if model and model.run else ()
+            run = contender.run
+            yield contender, list(zip(run.sample_ids, theirs, run.completions, strict=False))
+
+
+def exports_table(comparison: Comparison) -> Table:
+    """A row for each export that was scored: its size and speed, and what it shares with its model."""
+    verdicts = {each.ours: each.difference.verdict for each in comparison.insights if each.difference}
+    columns = (
+        Column("model", "Export"),
+        Column("export_of", "Of"),
+        Column("size", "Size", "bytes"),
+        Column("tokens", "Tokens/s", ",.1f"),
+        Column("same", "Same completions", ","),
+        Column("prompts", "Same prompts", ","),
+        Column("samples", "Samples", ","),
+        Column("verdict", "Against its model"),
+    )
+    rows = []
+    for contender, pairs in _exports(comparison):
+        same = sum(ours == theirs for _, theirs, ours in pairs) if pairs else None
+        size, speed, prompts = map(contender.metric, ("size_bytes", "tokens_per_second", "same_prompts"))
+        verdict = verdicts.get(contender.name)
+        rows.append(
+            (contender.name, contender.export_of, size, speed, same, prompts, len(contender.runs[0].samples), verdict)
+        )
+    lead = (
+        "Each export was scored by what serves it. A prompt is the same if its own chat template and tokenizer make "
+        "the tokens that its model was scored with."
+    )
+    return Table.of(columns, rows, title="Exports", lead=lead)
+
+
+def changed_table(comparison: Comparison) -> Table:
+    """The first samples of each export with another completion than its model's."""
+    columns = (
+        Column("model", "Export"),
+        Column("sample", "Sample"),
+        Column("theirs", "Completion of its model"),
+        Column("ours", "Of the export"),
+    )
+    rows = [
+        (contender.name, sample, shown(theirs), shown(ours))
+        for contender, pairs in _exports(comparison)
+        for sample, theirs, ours in [pair for pair in pairs if pair[1] != pair[2]][:MOST_CHANGED]
+    ]
+    lead = f"At most {MOST_CHANGED} of each export."
+    return Table.of(columns, rows, title="Completions that an export changed", lead=lead)
 
 
 def memory_table(runs: Sequence[Run]) -> Table:

@@ -29,7 +29,7 @@ SELECTION = "selection"
 SEED = "seed"
 """The setting in which experiments may differ whatever else is varied. Not a recipe's own: its base would be the same
 under each."""
-_EVALUATIONS = ("evaluate", "baseline")
+_EVALUATIONS = ("evaluate", "baseline", "exported")
 _SOURCES = ("base", "prepare")
 """Stages with outputs that also come from outside the pipeline."""
 

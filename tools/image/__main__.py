@@ -87,7 +87,8 @@ def build_image(client: Client, target: str) -> str:
     platform = WheelPlatform(python=base.python, glibc=base.glibc, machine=MACHINES[machine])
     for name in packages_of(target):
         torch = images.cpu_torch(WORKSPACE_DIR) if images.below(target) == "cpu" else None
-        locks = [WORKSPACE_DIR / f"docker/{lock}.lock" for lock in (name, "installer")]
+        own = (name, "llamacpp") if name in ("cpu", "cuda") else (name,)
+        locks = [WORKSPACE_DIR / f"docker/{lock}.lock" for lock in (*own, "installer")]
         made = make_wheelhouse(wheelhouse_dir(name), locks, torch, platform)
         say(f"the wheelhouse of {name} for {machine} {'is complete' if made else 'was complete already'}")
     say(f"building {reference} on {base.image}")

@@ -83,7 +83,7 @@ def make_wheelhouse(folder: Path, locks: Sequence[Path], cpu_torch: str | None, 
     cpu_torch: the version of torch's CPU build to add, e.g. "2.13.0+cpu".
     Raises UserError if a package cannot be fetched, or is not the locked one; then there is no wheelhouse.
     """
-    requirements = [line for lock in locks for line in read_lock(lock, platform).values()]
+    requirements = list({pin: line for lock in locks for pin, line in read_lock(lock, platform).items()}.values())
     wanted = hashlib.sha256(json.dumps([requirements, cpu_torch, platform.pip_options()]).encode()).hexdigest()
     if (folder / CONTENTS).is_file():
         contents = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))

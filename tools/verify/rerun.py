@@ -35,9 +35,9 @@ MEASURED = {
         *("train_seconds", "samples_per_second", "peak_memory_bytes", "reserved_memory_bytes"),
         *("gpu_utilization", "gpu_watts", "gpu_kwh"),
     ),
-    "metrics.json": ("samples_per_second", "memory_measured_gib", "memory_error"),
+    "metrics.json": ("samples_per_second", "tokens_per_second", "memory_measured_gib", "memory_error"),
     # A stage's memory, below data/report/TASK/memory. A certificate of the same name has none of these keys.
-    **dict.fromkeys(("train.json", "merge.json", "build.json", "evaluate.json"), _STAGE_MEMORY),
+    **dict.fromkeys(("train.json", "merge.json", "build.json", "export.json", "evaluate.json"), _STAGE_MEMORY),
     "model.sig": ("dsseEnvelope",),  # a signature has a random part
 }
 """The keys of JSON files, by file name, that may differ between two runs of a stage: times, memory, signatures."""

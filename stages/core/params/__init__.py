@@ -7,7 +7,7 @@ readers take for text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -18,9 +18,11 @@ from stages.core.params.schema import (
     BuildParams,
     DatasetParams,
     DeviceParams,
+    ExportParams,
     MemoryParams,
     Params,
     PartsParams,
+    PredictionsParams,
     ProfileParams,
     RecipeParams,
     has_bf16,
@@ -65,11 +67,11 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
         yield from _names(f"builds.{name}", build, params)
         yield from _build(f"builds.{name}", build, params)
     for name, predictions in params.predictions.items():
-        if predictions.recipe not in params.recipes:
-            yield f"predictions.{name}.recipe", _unknown("recipe is called", predictions.recipe, params.recipes)
-        elif (task := params.recipes[predictions.recipe].task) != predictions.task:
-            problem = f"{predictions.task}, though recipe {predictions.recipe} has the task {task}"
-            yield f"predictions.{name}.task", problem
+        yield from _of_recipe(f"predictions.{name}", predictions, ("task",), params)
+    for name, export in params.exports.items():
+        if name in params.recipes.keys() | params.baselines.keys():
+            yield f"exports.{name}", "is the name of a recipe or a baseline too"
+        yield from _of_recipe(f"exports.{name}", export, ("task", "data"), params)
     for name, profile in params.profiles.items():
         yield from _profile(f"profiles.{name}", params.active if name == params.profile else profile)
         if profile.evaluation.engine == "vllm" and not params.models.keep_merged:
@@ -124,6 +126,16 @@ def _names(here: str, subject: RecipeParams | BaselineParams | BuildParams, para
     datasets = {dataset for profile in params.profiles.values() for dataset in profile.datasets}
     if not isinstance(subject, BuildParams) and subject.data not in datasets:
         yield f"{here}.data", _unknown("profile has a dataset", subject.data, datasets)
+
+
+def _of_recipe(here: str, reader: PredictionsParams | ExportParams, same: Sequence[str], params: Params) -> Problems:
+    """The recipe exists, and has these settings too: dvc.yaml cannot look them up."""
+    if reader.recipe not in params.recipes:
+        yield f"{here}.recipe", _unknown("recipe is called", reader.recipe, params.recipes)
+        return
+    for field in same:
+        if (wanted := getattr(params.recipes[reader.recipe], field)) != getattr(reader, field):
+            yield f"{here}.{field}", f"{getattr(reader, field)}, though recipe {reader.recipe} has the {field} {wanted}"
 
 
 def _recipe(here: str, recipe: RecipeParams) -> Problems:

@@ -370,6 +370,21 @@ class BaselineParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ExportParams:
+    """A recipe's merged model in the form in which it is deployed: a row of the table, scored by what will serve it
+    (docs/deployment.md)."""
+
+    recipe: Name
+    task: Name
+    """The recipe's, as is `data`: dvc.yaml cannot look them up."""
+    data: Name
+    format: Literal["gguf"]
+    """gguf: a file for llama.cpp and all that is made of it."""
+    quantization: Literal["f16", "q8_0", "q4_0"]
+    """f16: not quantized; q8_0 and q4_0: blocks of 32 weights in 8 and in 4 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PredictionsParams:
     """Inputs without a known answer, for a trained model."""
 
@@ -394,7 +409,7 @@ class DataParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CompareParams:
-    """Comparisons over seeds. No result depends on it."""
+    """Comparisons over seeds, and of exports with their models."""
 
     matters: dict[Name, Rate] = Field(default_factory=dict)
     """The smallest difference that matters, in the unit of the metric that ranks a task's recipes, by its name in
@@ -428,7 +443,7 @@ class ModelParams:
     """Whether every recipe leaves a merged model, which loads with plain transformers and can be served. If false,
     `merge` writes, reloads and certifies it all the same and then removes the weights; `evaluate` merges them again in
     memory and refuses them unless they equal the certificate's, bit for bit. A model that something else starts from (a
-    recipe, a build, an entry of predictions) is always kept."""
+    recipe, a build, an export, an entry of predictions) is always kept."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -490,6 +505,7 @@ class Params:
     baselines: dict[Name, BaselineParams]
     recipes: dict[Name, RecipeParams]
     builds: dict[Name, BuildParams] = Field(default_factory=dict)
+    exports: dict[Name, ExportParams] = Field(default_factory=dict)
     predictions: dict[Name, PredictionsParams] = Field(default_factory=dict)
     profiles: dict[Name, ProfileParams]
     licenses: dict[str, Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]] = Field(default_factory=dict)
@@ -528,9 +544,13 @@ class Params:
         return self.recipes[self._known(name, self.recipes, "recipe")]
 
     def subject(self, name: str) -> RecipeParams | BaselineParams:
-        """The recipe or baseline of that name, as evaluations have them."""
+        """The recipe or baseline of that name, or the recipe of an export, as evaluations have them."""
         subjects: dict[str, RecipeParams | BaselineParams] = {**self.baselines, **self.recipes}
-        return subjects[self._known(name, subjects, "recipe or baseline")]
+        subjects |= {name: self.recipes[export.recipe] for name, export in self.exports.items()}
+        return subjects[self._known(name, subjects, "recipe, baseline or export")]
+
+    def export(self, name: str) -> ExportParams:
+        return self.exports[self._known(name, self.exports, "export")]
 
     def build(self, name: str) -> BuildParams:
         return self.builds[self._known(name, self.builds, "build")]
@@ -551,7 +571,8 @@ class Params:
         bases = {other.base for other in self.recipes.values()}
         experts = {expert for build in self.builds.values() for expert in build.recipes}
         predicting = {prediction.recipe for prediction in self.predictions.values()}
-        return self.models.keep_merged or f"runs/{recipe}/merged" in bases or recipe in experts | predicting
+        exported = {export.recipe for export in self.exports.values()}
+        return self.models.keep_merged or f"runs/{recipe}/merged" in bases or recipe in experts | predicting | exported
 
     def domains(self, recipe: str) -> tuple[str, ...]:
         """The experts' domains, in order, of the build at the recipe's root; empty if it is a base."""

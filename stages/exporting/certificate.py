@@ -1,0 +1,72 @@
+"""The certificate of an export: its weights, read back and dequantized, are the merged model's but for rounding.
+
+Imports neither torch nor gguf.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from stages.core.errors import UserError, bytes_text, join_truncated, pluralize
+from stages.core.lineage import Lineage, short, verified_lineage
+from stages.core.records import STRICT_OR_NAN, StageFile, rebuild
+
+TOLERANCE = {"f16": 0.5, "q8_0": 0.57, "q4_0": 1.01}
+"""Largest deviation of a weight, in steps of the quantization (`deviation`). Rounding to the nearest is off by half of
+one, and what scales a block is rounded too. q4_0 has 7 steps above zero and 8 below: its largest weights may be off by
+one."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
+class ExportCertificate(StageFile):
+    export: str
+    exported_digest: str
+    """Content digest of the export's folder."""
+    size_bytes: Annotated[int, Field(ge=1)]
+    """Size of the weights' files."""
+    tensors: Annotated[int, Field(ge=1)]
+    """Weights of the merged model, by name, each of which was compared."""
+    deviation: float
+    """Largest deviation of any weight, in steps."""
+    tolerance: float
+    wrong: list[str]
+    """Tensors that are missing, unknown, of another shape or off by more."""
+
+    @property
+    def digest(self) -> str:
+        return self.exported_digest
+
+    def __str__(self) -> str:
+        off = f"off by at most {self.deviation:.2f} steps of the quantization (tolerance {self.tolerance:g})"
+        return f"{bytes_text(self.size_bytes)}, {pluralize(self.tensors, 'tensor')}, {off}"
+
+    def problems(self) -> list[str]:
+        if self.wrong:
+            return [f"{pluralize(len(self.wrong), 'tensor')} differ from its own: {join_truncated(self.wrong, 5)}"]
+        # A NaN is a problem too.
+        return [] if self.deviation <= self.tolerance else [f"weights are off by {self.deviation:.2f} steps"]
+
+
+def exported_model(name: str) -> tuple[Path, Lineage, ExportCertificate]:
+    """An export's folder, its lineage and its certificate.
+
+    Raises UserError if the folder is missing or has changed, or the certificate is not of its content.
+    """
+    folder, fix = Path("data/exports") / name, rebuild(f"export@{name}")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not there; make it with: dvc repro export@{name}")
+    lineage = verified_lineage(folder, fix=fix)
+    path = folder.with_name(f"{name}.json")
+    certificate = ExportCertificate.read(path, fix=fix)
+    if certificate.exported_digest != lineage.digest:
+        raise UserError(
+            f"{path} certifies {short(certificate.exported_digest)}, but the folder holds {short(lineage.digest)}; "
+            f"rebuild it with: {fix}"
+        )
+    if problems := certificate.problems():
+        raise UserError(f"{path} records a failed export: {'; '.join(problems)}; rebuild it with: {fix}")
+    return folder, lineage, certificate

@@ -1,0 +1,217 @@
+"""A model folder as a GGUF file, tensor by tensor: weights, settings, tokenizer and chat template.
+
+Written by `gguf`, the package of llama.cpp's authors. Names, settings and the order of rows are those that llama.cpp's
+own convert_hf_to_gguf.py gives them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import torch
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType
+from tqdm import tqdm
+
+from stages.core.errors import UserError
+from stages.core.families import family_of
+from stages.exporting.gguf_tokenizer import add_tokenizer
+from stages.models.folders import Checkpoint, read_config
+
+FILE_NAME = "model.gguf"
+Quantization = Literal["f16", "q8_0", "q4_0"]
+TYPES = {"f16": GGMLQuantizationType.F16, "q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
+"""Types that the package quantizes to, of weights in rows of whole blocks."""
+IDLE_GATE = ".mlp.shared_expert_gate.weight"
+CONVERTER = "llama.cpp's convert_hf_to_gguf.py may know it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A family as llama.cpp has it."""
+
+    name: MODEL_ARCH
+    interleaved: bool = False
+    """Whether rotary positions turn neighbouring rows of a head, and not rows of its two halves."""
+
+
+ARCHITECTURES = {
+    "llama": Architecture(name=MODEL_ARCH.LLAMA, interleaved=True),
+    "qwen2": Architecture(name=MODEL_ARCH.QWEN2),
+    "qwen2_moe": Architecture(name=MODEL_ARCH.QWEN2MOE),
+    "qwen3": Architecture(name=MODEL_ARCH.QWEN3),
+}
+"""Keys are the model_type of config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor of the file, and those of the folder that it is made of."""
+
+    name: str
+    sources: tuple[str, ...]
+    """One, or those of all experts, in their order."""
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    heads: int = 0
+    """Heads to interleave the rows of; 0 for none."""
+    is_idle: bool = False
+    """Whether it is the gate of a shared expert that is all zero. llama.cpp divides by the gate's output: the file has
+    ones in it, and what they gate is still zero."""
+
+    @property
+    def nbytes(self) -> int:
+        block, size = gguf.GGML_QUANT_SIZES[self.kind]
+        return math.prod(self.shape) // block * size
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """Raises UserError for a model that is not known to come out the same in llama.cpp. config: of config.json."""
+    model_type = config["model_type"]
+    problem = ""
+    if family_of(model_type).vision is not None:
+        problem = "it sees images, and llama.cpp keeps a vision tower in a second file"
+    elif model_type not in ARCHITECTURES:
+        problem = f"there are {', '.join(ARCHITECTURES)}"
+    elif config.get("use_sliding_window"):
+        problem = "it uses sliding window attention"
+    elif rope(config)["rope_type"] not in ("default", "llama3"):
+        problem = f"its rotary positions are of type {rope(config)['rope_type']}"
+    elif config.get("norm_topk_prob") and config["num_experts_per_tok"] < config["num_experts"]:
+        problem = "llama.cpp does not scale the weights of a token's experts to a sum of 1 (norm_topk_prob)"
+    elif config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        problem = "only some of its layers have experts"
+    if problem:
+        raise UserError(f"{model_type} is not exported to GGUF here: {problem}; {CONVERTER}")
+    return ARCHITECTURES[model_type]
+
+
+def write_gguf(model_dir: Path, path: Path, quantization: Quantization, *, name: str) -> list[Entry]:
+    """Write a model folder as one file, with a single tensor of it in memory at a time; returns the file's tensors.
+
+    name: of the model, in the file. Raises UserError for a model or a tokenizer that is not known.
+    """
+    config = read_config(model_dir)
+    architecture, weights = architecture_of(config), Checkpoint(model_dir)
+    entries = list(entries_of(config, weights, quantization))
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture.name])
+    writer.add_name(name)
+    add_settings(writer, config)
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{quantization.upper()}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_tokenizer(writer, model_dir, config["vocab_size"])
+    factors = rope_factors(config)
+    if factors is not None:
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+    for entry in entries:
+        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=entry.kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if factors is not None:
+        writer.write_tensor_data(factors)
+    for entry in tqdm(entries, "tensors", leave=False, disable=None):
+        writer.write_tensor_data(packed(entry, weights))
+    writer.close()
+    return entries
+
+
+def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: Quantization) -> Iterator[Entry]:
+    """The tensors of the file, in an order that depends on their names alone. Raises UserError for an unknown one."""
+    architecture = architecture_of(config)
+    names = gguf.get_tensor_name_map(architecture.name, config["num_hidden_layers"])
+    experts = config.get("num_experts", 0)
+    of_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for source in sorted(weights.path_of):
+        if source == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue
+        before, is_expert, after = source.partition(".mlp.experts.")
+        number, _, matrix = after.partition(".")
+        if is_expert and number != "0":
+            continue  # a part of expert 0's entry
+        found = names.get_name(f"{before}{is_expert}{matrix}" if is_expert else source, (".weight", ".bias"))
+        if found is None:
+            raise UserError(f"{source} has no name in GGUF; {CONVERTER}")
+        shape = weights.shape(source)
+        sources = tuple(f"{before}.mlp.experts.{each}.{matrix}" for each in range(experts)) if is_expert else (source,)
+        yield Entry(
+            name=found,
+            sources=sources,
+            shape=(experts, *shape) if is_expert else shape,
+            kind=kind_of(found, shape, quantization),
+            heads=of_heads.get(source.split(".")[-2], 0) if architecture.interleaved else 0,
+            is_idle=source.endswith(IDLE_GATE) and config.get("neutral_shared_expert", False),
+        )
+
+
+def kind_of(name: str, shape: tuple[int, ...], quantization: Quantization) -> GGMLQuantizationType:
+    """Vectors and routers stay in fp32, as in llama.cpp's own files. Embeddings and output matrix have at least 8 bits
+    (llama.cpp gives the output matrix 6, which the package does not write). Rows of no whole blocks get f16."""
+    kind = TYPES[quantization]
+    if len(shape) == 1 or "ffn_gate_inp" in name:
+        return GGMLQuantizationType.F32
+    if quantization == "q4_0" and name.startswith(("token_embd.", "output.")):
+        kind = GGMLQuantizationType.Q8_0
+    return kind if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16
+
+
+def packed(entry: Entry, weights: Checkpoint) -> np.ndarray[Any, Any]:
+    """The bytes of a tensor in the file."""
+    if entry.is_idle:
+        return np.ones(entry.shape, np.float32)
+    parts = []
+    for source in entry.sources:
+        values = interleaved(weights[source], entry.heads) if entry.heads else weights[source]
+        with np.errstate(over="ignore"):  # the certificate says so
+            parts.append(gguf.quants.quantize(values.float().numpy(), entry.kind))
+    return np.stack(parts) if len(parts) > 1 else parts[0]
+
+
+def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head's halves in turn: 0, n/2, 1, n/2 + 1, and so on. rows: (heads x n, ...)."""
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def add_settings(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope(config)["rope_theta"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of rotary positions; older files have them apart."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **given}
+
+
+def rope_factors(config: Mapping[str, Any]) -> np.ndarray[Any, Any] | None:
+    """Divisors of the rotary frequencies of Llama 3.1 and later, (head_dim / 2,); None for a model without."""
+    settings = rope(config)
+    if settings["rope_type"] != "llama3":
+        return None
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    wavelengths = 2 * np.pi * settings["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high, factor = settings["low_freq_factor"], settings["high_freq_factor"], settings["factor"]
+    smooth = (settings["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    return (1 / ((1 - smooth.clip(0, 1)) / factor + smooth.clip(0, 1))).astype(np.float32)

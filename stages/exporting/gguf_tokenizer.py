@@ -1,0 +1,72 @@
+"""The tokenizer and the chat template of a model folder, as settings of a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFWriter, TokenType
+
+from stages.core.errors import UserError
+from stages.core.given_files import read_plain
+from stages.core.records import parse_json
+
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {"qwen2": _PATTERN.replace("DIGITS", ""), "llama-bpe": _PATTERN.replace("DIGITS", "{1,3}")}
+"""llama.cpp's name of a pre-tokenizer by the pattern that splits text (src/llama-vocab.cpp)."""
+
+
+def add_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> None:
+    """Raises UserError for a tokenizer other than byte-level BPE with a known pre-tokenizer."""
+    tokenizer, settings = (_read(model_dir / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    model = tokenizer["model"]
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise UserError(f"{model_dir} has a tokenizer other than byte-level BPE, which is not exported to GGUF here")
+    ids, types = [f"[PAD{number}]" for number in range(vocab_size)], [TokenType.UNUSED] * vocab_size
+    for text, number in model["vocab"].items():
+        ids[number], types[number] = text, TokenType.NORMAL
+    for token in tokenizer["added_tokens"]:
+        ids[token["id"]] = token["content"]
+        types[token["id"]] = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre_tokenizer(tokenizer, model_dir))
+    writer.add_token_list(ids)
+    writer.add_token_types(types)
+    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in model["merges"]])
+    for role, add in {
+        "bos_token": writer.add_bos_token_id,
+        "eos_token": writer.add_eos_token_id,
+        "pad_token": writer.add_pad_token_id,
+    }.items():
+        token = settings.get(role)
+        if token := token["content"] if isinstance(token, dict) else token:
+            add(ids.index(token))
+    writer.add_add_bos_token(False)  # chat templates write it
+    template = model_dir / "chat_template.jinja"
+    if text := template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template"):
+        writer.add_chat_template(text)
+
+
+def _pre_tokenizer(tokenizer: dict[str, Any], model_dir: Path) -> str:
+    steps = tokenizer["pre_tokenizer"] or {}
+    steps = steps.get("pretokenizers", [steps])
+    patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
+        return "smollm"
+    if kinds == ["ByteLevel"] and steps[0]["use_regex"]:
+        return "gpt-2"
+    for name, pattern in PRE_TOKENIZERS.items():
+        if kinds == ["Split", "ByteLevel"] and patterns == [pattern]:
+            return name
+    raise UserError(f"{model_dir} splits text before its byte-level BPE in a way that has no name here in llama.cpp")
+
+
+def _read(path: Path) -> Any:
+    try:
+        return parse_json(read_plain(path))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,230 @@
+"""GGUF files of tiny models of each family: read back, and completed by llama.cpp as by transformers; broken ones."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams, EvaluationParams
+from stages.core.tasks import load_task
+from stages.data.conversation import Conversation
+from stages.models.load import load_model
+from stages.models.prompts import encode
+from tests import ROOT
+from tests.tiny_families import save_tiny_family
+
+pytest.importorskip("xllamacpp", reason="needs llama.cpp (make setup EXTRAS='dev llamacpp')")
+
+from stages.evaluation.likelihood import answer_log_likelihoods
+from stages.evaluation.llama_cpp import LlamaCpp
+from stages.exporting import gguf_file
+from stages.exporting.certificate import TOLERANCE
+from stages.exporting.gguf_check import largest_deviations
+from stages.exporting.gguf_file import ARCHITECTURES, write_gguf
+
+SETTINGS = EvaluationParams(max_new_tokens=12)
+TIE = 2e-3
+"""Difference of logits that rounding to f16 may turn round, as a share of their standard deviation."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: save_tiny_family(family, tmp_path_factory.mktemp(family)) for family in ARCHITECTURES}
+
+
+def questions(*, answered: bool = False) -> list[Conversation]:
+    texts = (
+        "What is rain?",
+        "Một con mèo nằm trên ghế.",
+        "Name 3 fruits, in a list:",
+        "2 + 2 =",
+        "  spaces\n\nand lines",
+        "日本",
+    )
+    return [
+        Conversation(
+            sample_id=text,
+            messages=[
+                {"role": role, "content": [{"type": "text", "text": content}]}
+                for role, content in [("user", text), ("assistant", f"{text} Xin chào 日本.")][: 1 + answered]
+            ],
+            images=[],
+        )
+        for text in texts
+    ]
+
+
+def written(folder: Path, path: Path, quantization: Any) -> dict[str, float]:
+    return largest_deviations(folder, path, write_gguf(folder, path, quantization, name="tiny"))
+
+
+def in_llama_cpp(folder: Path, path: Path) -> LlamaCpp:
+    samples = load_task("chat", "samples")
+    return LlamaCpp(path=path, model_dir=folder, samples=samples, answer_format=None, slots=4, settings=SETTINGS)
+
+
+def changed(folder: Path, generator: LlamaCpp) -> tuple[int, int]:
+    """Number of completions with a token that is not transformers' choice, and of those where it was no tie."""
+    model = load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32").eval()
+    different = wrong = 0
+    for question, tokens in zip(questions(), generator.tokens(questions()), strict=True):
+        ids = encode(generator.processor, [question], padding_side="left")["input_ids"]
+        with torch.inference_mode():
+            logits = model(torch.cat([ids, torch.tensor([tokens])], dim=1)).logits[0, ids.shape[1] - 1 : -1]
+        gap = logits.amax(dim=1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        different += bool((gap > 0).any())
+        wrong += bool((gap > TIE * logits.std()).any())
+    return different, wrong
+
+
+@pytest.mark.parametrize("quantization", gguf_file.TYPES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_file_holds_the_model_and_llama_cpp_answers_with_it(
+    folders: dict[str, Path], tmp_path: Path, family: str, quantization: str
+) -> None:
+    path, answered = tmp_path / "model.gguf", questions(answered=True)[:2]
+    assert max(written(folders[family], path, quantization).values()) <= TOLERANCE[quantization]
+    generator = in_llama_cpp(folders[family], path)
+    different, wrong = changed(folders[family], generator)
+    if quantization == "f16":
+        assert (wrong, different <= 1) == (0, True)
+    assert len(generator.completions(questions())) == len(questions())
+    model = load_model(folders[family], device=DeviceParams(kind="cpu"), precision="fp32").eval()
+    ours = answer_log_likelihoods(model, generator.processor, answered, batch_size=1)
+    for one, other in zip(ours, generator.likelihoods(answered), strict=True):
+        assert one.num_tokens == other.num_tokens
+        assert one.sum_logprob == pytest.approx(other.sum_logprob, rel=1e-3 if quantization == "f16" else 1e-1)
+
+
+def test_prompts_are_those_of_the_files_own_template(folders: dict[str, Path], tmp_path: Path) -> None:
+    same = {}
+    for family in ARCHITECTURES:
+        written(folders[family], tmp_path / family, "f16")
+        same[family] = in_llama_cpp(folders[family], tmp_path / family).same_prompts(questions())
+    assert set(same.values()) == {len(questions())}
+
+
+def test_two_runs_complete_alike(folders: dict[str, Path], tmp_path: Path) -> None:
+    written(folders["qwen2"], tmp_path / "model.gguf", "q4_0")
+    generators = [in_llama_cpp(folders["qwen2"], tmp_path / "model.gguf") for _ in range(2)]
+    assert generators[0].tokens(questions()) == generators[1].tokens(questions())
+
+
+def test_rows_that_are_not_interleaved_are_seen_by_the_check(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_file, "interleaved", lambda rows, heads: rows)
+    off = written(folders["llama"], tmp_path / "model.gguf", "f16")
+    assert {name.split(".")[-2] for name, steps in off.items() if steps > TOLERANCE["f16"]} == {"q_proj", "k_proj"}
+
+
+def test_a_family_with_the_wrong_order_of_rows_answers_otherwise(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check knows no better, but llama.cpp does."""
+    path = tmp_path / "model.gguf"
+    monkeypatch.setitem(ARCHITECTURES, "llama", replace(ARCHITECTURES["llama"], interleaved=False))
+    assert max(written(folders["llama"], path, "f16").values()) <= TOLERANCE["f16"]
+    assert changed(folders["llama"], in_llama_cpp(folders["llama"], path))[1] >= len(questions()) // 2
+
+
+def test_swapped_experts_and_lost_tensors_are_seen_by_the_check(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, entries_of = gguf_file.packed, gguf_file.entries_of
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            gguf_file, "packed", lambda entry, weights: packed(replace(entry, sources=entry.sources[::-1]), weights)
+        )
+        off = written(folders["qwen2_moe"], tmp_path / "swapped", "q4_0")
+    assert {name for name, steps in off.items() if steps > TOLERANCE["q4_0"]} == {
+        name for name in off if ".experts." in name
+    }
+    monkeypatch.setattr(gguf_file, "entries_of", lambda *args: list(entries_of(*args))[1:])
+    off = written(folders["qwen2_moe"], tmp_path / "lost", "f16")
+    assert [name for name, steps in off.items() if steps > TOLERANCE["f16"]] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen2_vl", {}, "it sees images"),
+        ("phi3", {}, "there are llama, qwen2, qwen2_moe, qwen3; llama.cpp's convert_hf_to_gguf.py"),
+        ("qwen2", {"use_sliding_window": True}, "sliding window"),
+        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "of type yarn"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "does not scale"),
+    ],
+)
+def test_a_model_that_would_come_out_otherwise_is_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    folder = save_tiny_family(family, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UserError, match=message):
+        written(folder, tmp_path / "model.gguf", "f16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "has no name here"),
+        ({"model": {"type": "Unigram"}}, "other than byte-level BPE"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_would_split_otherwise_is_refused(
+    folders: dict[str, Path], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for source in folders["qwen2"].iterdir():
+        (folder / source.name).write_bytes(source.read_bytes())
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | changes))
+    with pytest.raises(UserError, match=message):
+        written(folder, tmp_path / "model.gguf", "f16")
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from stages.exporting.gguf_check import largest_deviations
+from stages.exporting.gguf_file import write_gguf
+folder, path = map(Path, sys.argv[1:3])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+largest_deviations(folder, path, write_gguf(folder, path, "q8_0", name="made up"))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS counts in bytes")
+def test_an_export_takes_the_memory_of_a_few_copies_of_one_tensor(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Whatever the number of tensors: 7B models have hundreds."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((folders["qwen2"] / name).read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    layers, width, wide = 12, 512, 2048
+    sizes = {"hidden_size": width, "intermediate_size": wide, "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    save_file(
+        {
+            f"model.layers.{layer}.mlp.{name}_proj.weight": torch.ones(shape, dtype=torch.bfloat16)
+            for layer in range(layers)
+            for name, shape in {"gate": (wide, width), "up": (wide, width), "down": (width, wide)}.items()
+        },
+        folder / "model.safetensors",
+    )
+    one = wide * width * 4  # bytes in fp32
+    command = [sys.executable, "-c", MEASURED, str(folder), str(tmp_path / "model.gguf")]
+    grown = int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+    assert grown < 12 * one < (folder / "model.safetensors").stat().st_size
