@@ -250,7 +250,7 @@ def print_groups(reports: int) -> None:
     first = np.array([0 in question for question in QUESTIONS])
     for kind, (seeds, size, alike), equal in itertools.product(KINDS, GROUPED, (True, False)):
         grouping = Grouping(groups=sizes_of(size, GROUPED_SAMPLES, equal=equal), alike=alike)
-        number = reports if seeds > 1 else reports // 4
+        number = reports if seeds > 1 else reports // 5
         ignored, false = (false_claims(kind, seeds, grouping, number, known) for known in (None, grouping.groups))
         different, as_good, _ = grouped_claims(kind, seeds, grouping, number // 2, grouping.groups, SHIFT)
         beside = (different[:, ~first].any(axis=1) | as_good[:, first].any(axis=1)).mean()
