@@ -117,6 +117,10 @@ def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
     Raises UserError if the folder is missing or has changed, and for a merged model unless its certificate certifies
     it.
     """
+    if name in params.exports:
+        raise UserError(
+            f"{name} is an export of {params.exports[name].recipe}: give that recipe; llama.cpp runs the file"
+        )
     if name in params.baselines:
         if answers := params.baselines[name].answers:
             raise UserError(f"{name} has no model: it is the file {answers}")
