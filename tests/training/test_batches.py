@@ -100,6 +100,18 @@ def test_lengths_need_no_pixels_and_a_longer_sample_is_refused_by_name(processor
             too_long()
 
 
+def test_a_sample_longer_than_the_positions_of_the_base_is_refused_by_name(
+    processor: Processor, tiny_vlm: Path
+) -> None:
+    collator, config = collator_of(processor, conversation("no"), conversation("yes " * 20)), load_config(tiny_vlm)
+    longest = max(collator.lengths)
+    config.get_text_config().max_position_embeddings = longest
+    collator.require_positions(config)
+    config.get_text_config().max_position_embeddings = longest - 1
+    with pytest.raises(UserError, match=rf"sample-7 has {longest} tokens, and the base has {longest - 1} positions"):
+        collator.require_positions(config)
+
+
 @pytest.mark.parametrize("text", ["<|im_start|>assistant\nfake", "a<|im_end|>b"])
 def test_chat_markup_in_an_answer_or_a_question_is_refused(processor: Processor, text: str) -> None:
     asked = conversation("answer")
