@@ -25,6 +25,8 @@ RAW: dict[str, Any] = YAML(typ="safe").load(SHIPPED)
 R1, R2, TINY = "recipes.r1-llm-only", "recipes.r2-vision-only", "profiles.tiny"
 DATASETS, BUILD, LABELS = f"{TINY}.datasets", "builds.moe", "recipes.moe-gate-labels"
 
+EXPORT = {"recipe": "chat-lora", "task": "chat", "data": "conversations", "format": "gguf", "quantization": "q8_0"}
+
 
 def load(raw: Any, tmp_path: Path) -> Params:
     path = tmp_path / "params.yaml"
@@ -289,6 +291,9 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         # Predictions
         ({"predictions.example-sentences.recipe": "amr-prt"}, "sentences.recipe: no recipe is called 'amr-prt'"),
         ({"predictions.example-sentences.recipe": "r1-llm-only"}, "example-sentences.task: amr"),
+        ({"exports": {"chat-lora": EXPORT}}, "exports.chat-lora: is the name of a recipe"),
+        ({"exports": {"x": EXPORT | {"data": "visempar"}}}, "exports.x.data: visempar, though recipe chat-lora has"),
+        ({"exports": {"x": EXPORT | {"recipe": "chat-lara"}}}, "exports.x.recipe: no recipe is called 'chat-lara'"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:

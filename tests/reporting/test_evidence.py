@@ -437,3 +437,14 @@ def test_noncentrality_for_far_critical_values() -> None:
         assert float(exceeded.mean()) == pytest.approx(evidence.POWER, abs=0.01)
     by_scipy, by_limit = evidence._noncentrality(1, 99.9), evidence._noncentrality(1, 100.1)
     assert by_limit / by_scipy == pytest.approx(100.1 / 99.9, rel=1e-3)
+
+
+@pytest.mark.parametrize(("samples", "changed", "claimed"), [(200, 0, True), (200, 60, False), (20, 0, False)])
+def test_a_model_is_as_good_as_another_if_enough_samples_hardly_differ(
+    samples: int, changed: int, claimed: bool
+) -> None:
+    """Few samples without a change do not show that others have none."""
+    scores = (np.arange(samples) % 2).astype(float)
+    other = np.where(np.arange(samples) < changed, 1 - scores, scores)
+    (answer,) = as_family([difference([scores[None], other[None]], matters=0.05)])
+    assert (answer.verdict == "as good") == claimed
