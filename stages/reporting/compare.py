@@ -384,11 +384,9 @@ def score_contender(
     for run in runs:
         _refuse_incomplete(report, run)
     scores = {
-        metric.key: score(np.stack(evidence), metric.statistic, groups_of(metric, runs[0]))
-        if len(evidence[0])
-        else None
+        metric.key: score(np.stack(each), metric.statistic, groups_of(metric, runs[0])) if len(each[0]) else None
         for metric in report.measured
-        if (evidence := [evidence_of(metric, run) for run in runs])
+        if (each := [evidence_of(metric, run) for run in runs])
     }
     return Contender(
         name=name,

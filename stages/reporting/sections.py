@@ -299,10 +299,9 @@ def _batch_words(comparison: Comparison) -> Iterator[str]:
         f"In batches of half the size, {changed} completions are others, and {comparison.report.primary_words} changes "
         f"by up to {noise:.3f}: smaller differences are what another batch size gives."
     )
-    if small := {
-        gap.matters for each in comparison.insights if (gap := each.difference) and (gap.matters or noise) < noise
-    }:
-        yield f"compare.matters, {small.pop():g}, is less than that."
+    matters = [gap.matters for each in comparison.insights if (gap := each.difference) and gap.matters]
+    if matters and matters[0] < noise:
+        yield f"compare.matters, {matters[0]:g}, is less than that."
 
 
 def fairness(comparison: Comparison) -> str:
