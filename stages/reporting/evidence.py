@@ -404,7 +404,7 @@ def difference(
     if spread and matters is not None:
         as_good = max(spread.p_at_least(each, matters).item() for each in (mean, -mean))
         if len(ours) == len(theirs) == 1:
-            as_good = max(as_good, _p_unseen(theirs, statistic, matters))
+            as_good = max(as_good, _p_unseen(theirs, of_groups, matters))
     p_value = max(p_value, least_p(num_drawn))
     return Difference(
         mean=mean,
