@@ -157,5 +157,5 @@ def test_a_mixture_is_exported_and_scored_by_llama_cpp(workspace: Path) -> None:
     assert f"- moe-q4_0 against {AFTER}: the model of moe-q4_0 is worse" in table
     assert "| moe-f16 | " in table
     flip = Path("data/exports/moe-f16/model.gguf")
-    flip.write_bytes(flip.read_bytes()[:-1] + b"?")
+    flip.write_bytes(flip.read_bytes()[:-1] + b"!")
     assert "data/exports/moe-f16 was recorded with content" in refused("evaluate", "moe-f16")
