@@ -117,7 +117,7 @@ def task_of(params: Params, name: str) -> Task:
     models = scoring.models() if hasattr(scoring, "models") else {}
     if name in params.recipes or name in params.exports:
         recipe = params.exports[name].recipe if name in params.exports else name
-        return Task(subject.task, samples, scoring, read_plan(recipe).answer_format, models)
+        return Task(subject.task, samples, scoring, read_plan(recipe).recipe.answer_format, models)
     require_answer_format(samples, subject.answer_format, f"baselines.{name}.answer_format")
     return Task(subject.task, samples, scoring, subject.answer_format, models)
 

@@ -17,6 +17,7 @@ Exits with code 79 on out-of-memory; the launcher restarts it with half the batc
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,17 +28,17 @@ from stages.core.atomic import atomic_folder
 from stages.core.errors import configure_logging
 from stages.core.lineage import require_base, short
 from stages.core.params import load_params
-from stages.core.params.schema import made_by
+from stages.core.params.schema import EvaluationParams, made_by
 from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.evaluation.generate import TextGenerator, batch_size_for
 from stages.evaluation.score import score_completions, summary
 from stages.models.load import gpus_in_use, limit_visible_gpus, load_model
 from stages.models.merge import merge_certified, quantization_cost
-from stages.models.prompts import accepts, load_processor
+from stages.models.prompts import Processor, accepts, load_processor
 from stages.planning.ladder import MAX_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
-from stages.planning.plan import read_plan
+from stages.planning.plan import Plan, read_plan
 from stages.training.records import TrainingSummary
 
 if TYPE_CHECKING:
@@ -55,28 +56,24 @@ def main(recipe: str, attempt: int) -> None:
     plan, params = read_plan(recipe), load_params()
     limit_visible_gpus(device := plan.device.one())
     base_dir, run_dir = Path(plan.base_dir), Path("data/runs") / recipe
+    fix, fix_base = rebuild(f"train@{recipe}"), rebuild(made_by(plan.base_dir.removeprefix("data/")))
     trained_dir = run_dir / "trained"
-    trained_lineage, base_lineage = require_base(
-        trained_dir,
-        base_dir,
-        fix=rebuild(f"train@{recipe}"),
-        fix_base=rebuild(made_by(plan.base_dir.removeprefix("data/"))),
-    )
-    quantization = TrainingSummary.read(run_dir / "training/training.json", fix=rebuild(f"train@{recipe}")).quantization
-    samples, scoring = load_task(plan.task, "samples"), load_task(plan.task, "scoring")
-    processor = load_processor(base_dir, plan.images, plan.template_options)
-    probes = [probe for probe in samples.probes(plan.answer_format) if accepts(processor, probe)]
+    trained, base = require_base(trained_dir, base_dir, fix=fix, fix_base=fix_base)
+    quantization = TrainingSummary.read(run_dir / "training/training.json", fix=fix).quantization
+    processor = load_processor(base_dir, plan.images, plan.recipe.template_options)
+    samples = load_task(plan.recipe.task, "samples")
+    probes = [probe for probe in samples.probes(plan.recipe.answer_format) if accepts(processor, probe)]
     memory = MemoryLog(gpus_in_use(device))
 
     def load(folder: Path, quantization: str = "none") -> PreTrainedModel:
-        model = load_model(folder, device=device, precision=plan.precision, quantization=quantization).eval()
+        model = load_model(folder, device=device, precision=plan.memory.precision, quantization=quantization).eval()
         memory.loaded()
         return model
 
     with atomic_folder(run_dir / "merged") as merged_dir:
         certificate, merged, logits = merge_certified(
             plan,
-            {"base": (base_dir, base_lineage), "trained": (trained_dir, trained_lineage)},
+            {"base": (base_dir, base), "trained": (trained_dir, trained)},
             merged_dir,
             processor,
             probes,
@@ -85,37 +82,38 @@ def main(recipe: str, attempt: int) -> None:
             trained_quantization=quantization,
         )
         if quantization != "none":
-            settings = params.active.evaluation
-            records = samples.read_split(Path(plan.data_dir), "val")[: settings.quantization_samples]
-            questions = [
-                samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in records
-            ]
-            batch_size = batch_size_for(settings, len(questions), largest=MAX_BATCH_SIZE, attempt=attempt)
-
-            def complete(model: PreTrainedModel) -> tuple[list[str], dict[str, Any]]:
-                generator = TextGenerator(
-                    model=model,
-                    processor=processor,
-                    samples=samples,
-                    answer_format=plan.answer_format,
-                    batch_size=batch_size,
-                    settings=settings,
-                )
-                scored = score_completions(generator, records, questions, scoring)
-                return scored.completions, scored.metrics
-
+            complete, batch_size = some_completions(plan, params.active.evaluation, processor, attempt)
             ours = (logits, *complete(merged))
             del merged  # the next model needs its memory
-            base = load(base_dir, quantization)
+            quantized = load(base_dir, quantization)
             cost = quantization_cost(
-                base, trained_dir, processor, probes, ours, complete=complete, batch_size=batch_size
+                quantized, trained_dir, processor, probes, ours, complete=complete, batch_size=batch_size
             )
             certificate = replace(certificate, quantization_cost=cost)
+            scoring = load_task(plan.recipe.task, "scoring")
             log.info("trained on %s weights: %s", quantization, summary(cost.trained, scoring))
             log.info("merged into unquantized ones: %s; %s", summary(cost.merged, scoring), cost)
     certificate.write(run_dir / "merge.json")
-    memory.write("merge", recipe, task=plan.task)
+    memory.write("merge", recipe, task=plan.recipe.task)
     log.info("merged %s, content %s: %s", recipe, short(certificate.merged_digest), certificate)
+
+
+def some_completions(
+    plan: Plan, settings: EvaluationParams, processor: Processor, attempt: int
+) -> tuple[Callable[[PreTrainedModel], tuple[list[str], dict[str, Any]]], int]:
+    """The function that gives a model's completions of some validation samples, and their metrics; its batch size."""
+    samples, scoring = load_task(plan.recipe.task, "samples"), load_task(plan.recipe.task, "scoring")
+    records = samples.read_split(Path(plan.data_dir), "val")[: settings.quantization_samples]
+    options: dict[str, Any] = {"samples": samples, "answer_format": plan.recipe.answer_format, "settings": settings}
+    questions = [samples.conversation(each, answered=False, answer_format=options["answer_format"]) for each in records]
+    batch_size = batch_size_for(settings, len(questions), largest=MAX_BATCH_SIZE, attempt=attempt)
+
+    def complete(model: PreTrainedModel) -> tuple[list[str], dict[str, Any]]:
+        generator = TextGenerator(model=model, processor=processor, batch_size=batch_size, **options)
+        scored = score_completions(generator, records, questions, scoring)
+        return scored.completions, scored.metrics
+
+    return complete, batch_size
 
 
 if __name__ == "__main__":

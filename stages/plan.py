@@ -1,6 +1,6 @@
 """Resolve every setting of a recipe on the active profile, and predict whether it fits.
 
-Reads   params.yaml; the base's config and processor; the prepared data: its largest samples decide
+Reads   params.yaml; the base's config and processor; the largest samples of the prepared data
 Writes  data/runs/RECIPE/plan.yaml     every setting, as train takes it
         data/runs/RECIPE/memory.json   the predicted memory by category, and the verdict
 Run     docker/run plan r1-llm-only
@@ -35,21 +35,21 @@ def main(recipe: str) -> None:
     base_dir = Path("data") / wanted.base
     require_weights(base_dir)
     samples = load_task(wanted.task, "samples")
-    found = preview(params, recipe, load_config(base_dir), samples, base_dir=base_dir)
-    fit = decide(found.fit, found.predict, params.active.memory.fit)
-    evaluation, batch_size = found.evaluation(fit)
+    planned = preview(params, recipe, load_config(base_dir), samples, base_dir=base_dir)
+    fit = decide(planned.fit, planned.predict, params.active.memory.fit)
+    evaluation, batch_size = planned.evaluation(fit)
     fit.plan.write(run_dir / "plan.yaml")
     fit.record(evaluation, batch_size).write(run_dir / "memory.json")
-    for line in (*found.notes, trainable_line(fit.plan.trainable), *fit.lines()):
+    for line in (*planned.notes, trainable_line(fit.plan.trainable), *fit.lines()):
         log.info("%s", line)
-    if (time := duration(fit, found.lengths, params.prices)) is not None:
+    if (time := duration(fit, planned.lengths, params.prices)) is not None:
         log.info("time: %s", time)
     fits = evaluation.verdict in (None, "fits")
     halved = "" if fits else f": {evaluation.verdict}; it halves its batch until it does"
     log.info("evaluation takes %s GiB, %d at once%s", gib_text(evaluation.prediction.total_bytes), batch_size, halved)
-    for setting, planned in (("quantization", fit.plan.quantization), ("epochs", fit.plan.schedule.epochs)):
-        if (asked := getattr(wanted, setting)) != planned:
-            log.info("%s: %s, by profile %s; the recipe says %s", setting, planned, fit.plan.profile, asked)
+    for setting, value in (("quantization", fit.plan.quantization), ("epochs", fit.plan.schedule.epochs)):
+        if (asked := getattr(wanted, setting)) != value:
+            log.info("%s: %s, by profile %s; the recipe says %s", setting, value, fit.plan.profile, asked)
 
 
 if __name__ == "__main__":

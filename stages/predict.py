@@ -42,7 +42,7 @@ def main(name: str, attempt: int) -> None:
     inputs = task.read_inputs(Path(wanted.inputs))
     model_dir, _ = certified_model(params, wanted.recipe)
     require_weights(model_dir)
-    answer_format = read_plan(wanted.recipe).answer_format
+    answer_format = read_plan(wanted.recipe).recipe.answer_format
 
     samples = load_task(wanted.task, "samples")
     questions = [task.conversation(each, answer_format=answer_format) for each in inputs]

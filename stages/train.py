@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -69,43 +70,43 @@ def train(plan: Plan, attempt: int) -> None:
     """In each process of the training; the first one writes the results."""
     params, first = load_params(), is_first_process()
     # Below the repository also if DVC runs an experiment in a clone that it throws away.
-    repository, run_dir = Path(os.environ.get("DVC_ROOT", ".")), Path("data/runs") / plan.recipe
-    base = read_base(plan.base_dir)
-    tracking = tracking_arguments(params.tracking, plan.recipe)
+    repository, run_dir = Path(os.environ.get("DVC_ROOT", ".")), Path("data/runs") / plan.name
     # Check what a person may have to fix before the weights, which can take minutes to load.
-    processor = load_processor(Path(plan.base_dir), plan.images, plan.template_options)
-    samples = load_task(plan.task, "samples")
-    records = samples.read_split(Path(plan.data_dir), "train")
-    collator = ConversationCollator.for_plan(plan, processor, records, samples)
-    log.info("%s", collator.length_summary())
-    memory = MemoryLog(gpus_in_use(plan.device, plan.placement))
-    data, validator = {"data": Path(plan.data_dir, "train.parquet")}, None
-    if plan.validation is not None:
-        data["validation"] = Path(plan.data_dir, f"{plan.validation.split}.parquet")
-        validator = Validator.for_plan(plan, processor, samples, load_task(plan.task, "scoring"))
+    base, tracking = read_base(plan.base_dir), tracking_arguments(params.tracking, plan.name)
+    inputs, data = read_inputs(plan)
     identity = identity_of(plan, attempt=attempt, base=base, data=data)
 
+    memory = MemoryLog(gpus_in_use(plan.device, plan.memory.placement))
     model = load_trainable(plan)
     memory.loaded()
     log.info(trainable_line(plan.trainable))
+    saved_dir, limit_gb = checkpoints_dir(repository, plan.name), params.active.memory.features_gb
     with (
-        kept_checkpoints(
-            checkpoints_dir(repository, plan.recipe), identity, keep=params.checkpoints.keep, owner=first
-        ) as checkpoints,
+        kept_checkpoints(saved_dir, identity, keep=params.checkpoints.keep, owner=first) as checkpoints,
         fused_kernels(model, used=plan.fused_kernels),
         atomic_folder(run_dir / "training", keep=first) as training_dir,
         atomic_folder(run_dir / "trained", keep=first) as trained_dir,
     ):
-        trainer = make_trainer(
-            plan, model=model, processor=processor, collator=collator, validator=validator, **tracking
-        )
-        features_gb = params.active.memory.features_gb
-        kept_features = frozen_features(trainer, repository / ".bakeoff/features", identity, limit_gb=features_gb)
-        with kept_features, trainer.gpu_use:
+        trainer = make_trainer(plan, model=model, **inputs, **tracking)
+        with frozen_features(trainer, repository / ".bakeoff/features", identity, limit_gb=limit_gb), trainer.gpu_use:
             train_to_the_end(trainer, checkpoints, params.checkpoints)
         save(trainer, base, attempt, training_dir, trained_dir)
     if first:
-        memory.write("train", plan.recipe, task=plan.task)
+        memory.write("train", plan.name, task=plan.recipe.task)
+
+
+def read_inputs(plan: Plan) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Processor, collator and validator, as arguments of a trainer; and the files of their samples."""
+    samples, data_dir = load_task(plan.recipe.task, "samples"), Path(plan.data_dir)
+    processor = load_processor(Path(plan.base_dir), plan.images, plan.recipe.template_options)
+    records = samples.read_split(data_dir, "train")
+    collator = ConversationCollator.for_plan(plan, processor, records, samples)
+    log.info("%s", collator.length_summary())
+    data, validator = {"data": data_dir / "train.parquet"}, None
+    if plan.validation is not None:
+        data["validation"] = data_dir / f"{plan.validation.split}.parquet"
+        validator = Validator.for_plan(plan, processor, samples, load_task(plan.recipe.task, "scoring"))
+    return {"processor": processor, "collator": collator, "validator": validator}, data
 
 
 def save(trainer: RecipeTrainer, base: Lineage, attempt: int, training_dir: Path, trained_dir: Path) -> None:
@@ -116,9 +117,9 @@ def save(trainer: RecipeTrainer, base: Lineage, attempt: int, training_dir: Path
         return
     save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
     parents = {"base": (Path(plan.base_dir), base)}
-    lineage = write_lineage(trained_dir, kind="trained", name=plan.recipe, parents=parents)
+    lineage = write_lineage(trained_dir, kind="trained", name=plan.name, parents=parents)
     record = write_records(trainer, training_dir, attempt=attempt)
-    log.info("trained %s, content %s: %s", plan.recipe, short(lineage.digest), record.summary())
+    log.info("trained %s, content %s: %s", plan.name, short(lineage.digest), record.summary())
 
 
 def read_base(base_dir: str) -> Lineage:

@@ -124,8 +124,8 @@ def write_made_up_record(data_dir: Path, stage: str, **changes: Any) -> None:
 def _write_training(run_dir: Path, name: str, params: Params) -> None:
     plan = resolve_plan(params, name, train_samples=160)
     plan.write(run_dir / "plan.yaml")
-    vision = 1_204_000 if "vision" in plan.parts.trained() else 0
-    llm = 688_000 if "llm" in plan.parts.trained() else 0
+    vision = 1_204_000 if "vision" in plan.recipe.parts.trained() else 0
+    llm = 688_000 if "llm" in plan.recipe.parts.trained() else 0
     cost = QuantizationCost(
         logit_deviation=0.11,
         samples=32,
@@ -138,7 +138,7 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
         CERTIFICATE,
         recipe=name,
         changed_modules=28,
-        precision=plan.precision,
+        precision=plan.memory.precision,
         trained_quantization=plan.quantization,
         quantization_cost=cost if plan.quantization == "nf4" else None,
     ).write(run_dir / "merge.json")
@@ -146,10 +146,10 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
         TRAINING,
         recipe=name,
         profile=plan.profile,
-        micro_batch=plan.schedule.micro_batch,
+        micro_batch=plan.memory.micro_batch,
         grad_accumulation=plan.schedule.grad_accumulation,
-        gradient_checkpointing=plan.gradient_checkpointing,
-        optimizer=plan.optimizer,
+        gradient_checkpointing=plan.memory.gradient_checkpointing,
+        optimizer=plan.memory.optimizer,
         quantization=plan.quantization,
         num_steps=plan.schedule.num_steps,
         trainable={"vision": vision, "projector": 0, "llm": llm, "total": vision + llm, "all": 3_100_000},

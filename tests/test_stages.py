@@ -317,8 +317,8 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_or_lowered(worksp
     set_fit("auto", record["prediction"]["low_bytes"] / usable_bytes(1) * 0.9999)
     done("plan", "r1-llm-only")
     assert read(run_dir / "memory.json")["changes"] == ["micro_batch 2 -> 1", "grad_accumulation 2 -> 4"]
-    schedule = YAML(typ="safe").load(run_dir / "plan.yaml")["schedule"]
-    assert (schedule["micro_batch"], schedule["grad_accumulation"]) == (1, 4)
+    plan = YAML(typ="safe").load(run_dir / "plan.yaml")
+    assert (plan["memory"]["micro_batch"], plan["schedule"]["grad_accumulation"]) == (1, 4)
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ class Predictions:
         if not planned.lengths:
             missing = "data" if inputs.data_dir is None else "tokenizer"
             pixels = f" and max_pixels {plan.images.max_pixels}" if plan.images else ""
-            batch = f"no {missing} yet: the worst within max_length {plan.max_length}{pixels}"
+            batch = f"no {missing} yet: the worst within max_length {plan.recipe.max_length}{pixels}"
         device = self.params.active.device
         card = named_card(device.card) if device.card else None
         stage = "train" if batch_size == 1 and verdict == "does not fit" else "evaluate"

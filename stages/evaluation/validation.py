@@ -59,15 +59,17 @@ class Validator:
         chosen = choose_samples(collator, plan)
         asked = [records[number] for number in chosen[: wanted.score_samples]]
         log.info("validates on %s of %s, completes %d", pluralize(len(chosen), "sample"), wanted.split, len(asked))
-        questions = [samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in asked]
+        questions = [
+            samples.conversation(record, answered=False, answer_format=plan.recipe.answer_format) for record in asked
+        ]
 
         def score(model: PreTrainedModel) -> float:
             generator = TextGenerator(
                 model=model,
                 processor=processor,
                 samples=samples,
-                answer_format=plan.answer_format,
-                batch_size=plan.schedule.micro_batch,
+                answer_format=plan.recipe.answer_format,
+                batch_size=plan.memory.micro_batch,
                 settings=EvaluationParams(max_new_tokens=wanted.max_new_tokens, max_length=wanted.max_length),
             )
             rows = score_completions(generator, asked, questions, scoring).rows
@@ -89,7 +91,7 @@ class Validator:
     def _loss(self, trainer: RecipeTrainer) -> float:
         """The mean over the tokens that count, by the loss of a training step of all samples."""
         total = tokens = 0.0
-        size = trainer.plan.schedule.micro_batch
+        size = trainer.plan.memory.micro_batch
         for first in range(0, len(self.chosen), size):
             batch = self.collator([{"sample": number} for number in self.chosen[first : first + size]])
             [batch], count = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
@@ -106,18 +108,19 @@ def choose_samples(collator: ConversationCollator, plan: Plan) -> tuple[int, ...
     Raises UserError if all are too long.
     """
     assert plan.validation is not None
+    max_length = plan.recipe.max_length
     order = random.Random(0).sample(range(len(collator.records)), len(collator.records))
     chosen: list[int] = []
     for number in order:
         conversation = collator.converse(collator.records[number])
-        if count_tokens(collator.processor, conversation, max_length=plan.max_length) <= plan.max_length:
+        if count_tokens(collator.processor, conversation, max_length=max_length) <= max_length:
             chosen.append(number)
         if len(chosen) == plan.validation.samples:
             break
     if not chosen:
         raise UserError(
-            f"every sample of {plan.data_dir}/{plan.validation.split}.parquet has more than {plan.max_length} tokens; "
-            f"raise recipes.{plan.recipe}.max_length, or train without validation: recipes.{plan.recipe}.validation: "
+            f"every sample of {plan.data_dir}/{plan.validation.split}.parquet has more than {max_length} tokens; "
+            f"raise recipes.{plan.name}.max_length, or train without validation: recipes.{plan.name}.validation: "
         )
     return tuple(chosen)
 
@@ -128,6 +131,7 @@ def generating(trainer: RecipeTrainer) -> Iterator[PreTrainedModel]:
     in the precision of the training."""
     model, plan = trainer.accelerator.unwrap_model(trainer.model), trainer.plan
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    padded = attention_of(base.config, resolve_attention(plan.attn, plan.device, plan.precision, padding_free=False))
+    attn = resolve_attention(plan.memory.attn, plan.device, plan.memory.precision, padding_free=False)
+    padded = attention_of(base.config, attn)
     with attending_by(base, padded), trainer.accelerator.autocast():
         yield base

@@ -118,7 +118,7 @@ def host_gib(request: Request) -> float:
         return OTHER_GIB
     processes = plan.processes_per_node if stage == "train" else 1
     copies = 2 if stage == "merge" else 1  # a merge reads back what it wrote
-    weights_gib = plan.trainable["all"] * WEIGHT_BYTES[plan.precision] / GIB
+    weights_gib = plan.trainable["all"] * WEIGHT_BYTES[plan.memory.precision] / GIB
     gib = processes * (PROCESS_GIB + weights_gib * copies + plan.dataloader_workers)
     if stage == "train":
         # A checkpoint is put together in the host's memory; paged states stay there.

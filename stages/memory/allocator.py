@@ -100,11 +100,11 @@ class _Pool:
 
     def take(self, size: int) -> _Block:
         """A block of `size`, or larger where the rest is too small to be split off."""
-        found, address = self._best_fit(size) or self._grow(size)
-        if (rest := found - size) >= self._min_rest:
+        block_size, address = self._best_fit(size) or self._grow(size)
+        if (rest := block_size - size) >= self._min_rest:
             self._add_free(rest, address + size)
-            found = size
-        return found, address
+            block_size = size
+        return block_size, address
 
     def give_back(self, size: int, address: int) -> None:
         """Joined with its free neighbours (try_merge_blocks)."""

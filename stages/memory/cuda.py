@@ -64,13 +64,12 @@ def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
 
 
 def hidden_bytes(func: Any, args: Any, multiprocessors: int) -> int:
-    """Memory that a CUDA kernel allocates while it runs and frees before it returns, which no dispatcher sees.
+    """Workspace that a CUDA kernel allocates and frees within its call, unseen by dispatchers. Not measured yet.
 
-    Not measured yet. multiprocessors: of the GPU, which has as many blocks at once.
+    multiprocessors: of the GPU, each of which runs one block at a time.
     """
-    if func in _FLASH:
-        return _FLASH[func](args, multiprocessors)
-    return _OTHERS[func](args) if func in _OTHERS else dequantized_bytes(func, args)
+    kernel = _KERNELS.get(func)
+    return kernel(args, multiprocessors) if kernel else dequantized_bytes(func, args)
 
 
 def flash_backward_bytes(args: Any, multiprocessors: int) -> int:
@@ -90,24 +89,25 @@ def variable_lengths_backward_bytes(args: Any, multiprocessors: int) -> int:
     return _flash_bytes(query, copies, heads * (length + 128 * samples), key.shape[:2], heads)
 
 
-def efficient_backward_bytes(args: Any) -> int:
+def efficient_backward_bytes(args: Any, _multiprocessors: int) -> int:
     """torch's attention_backward.cu: an fp32 accumulator of dQ and the row sums."""
     batch, heads, length, width = args[1].shape
     return batch * heads * length * 4 * (1 + width)
 
 
-def masked_scatter_bytes(args: Any) -> int:
+def masked_scatter_bytes(args: Any, _multiprocessors: int) -> int:
     """torch's IndexKernel.cu: the prefix sum of its mask."""
     return args[0].numel() * 9
 
 
-def embedding_backward_bytes(args: Any) -> int:
+def embedding_backward_bytes(args: Any, _multiprocessors: int) -> int:
     """torch's Embedding.cu: lists of the tokens, in 8 bytes; counted as four."""
     return args[1].numel() * 8 * 4
 
 
-_FLASH = {FLASH_BACKWARD: flash_backward_bytes, VARIABLE_LENGTHS_BACKWARD: variable_lengths_backward_bytes}
-_OTHERS = {
+_KERNELS: dict[Any, Callable[[Any, int], int]] = {
+    FLASH_BACKWARD: flash_backward_bytes,
+    VARIABLE_LENGTHS_BACKWARD: variable_lengths_backward_bytes,
     EFFICIENT_BACKWARD: efficient_backward_bytes,
     aten.masked_scatter.default: masked_scatter_bytes,
     aten.embedding_dense_backward.default: embedding_backward_bytes,

@@ -1,4 +1,4 @@
-"""Whether a plan fits its device, and the least that has to change if it does not."""
+"""Whether a plan fits its device, and the smallest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fit:
     plan: Plan
     prediction: Prediction
     capacity_bytes: int | None
-    """Usable memory of the device; None if it is not known, and so nothing is refused."""
+    """Usable memory of the device; None if unknown: then nothing is refused."""
     changes: tuple[str, ...] = ()
     """Differences from the plan that was asked for, e.g. "micro_batch 16 -> 4"."""
 
@@ -43,8 +43,8 @@ class Fit:
     def lines(self) -> list[str]:
         """Schedule, disk for features, changes and memory, for logs; on a CPU in short if the plan fits."""
         plan, schedule = self.plan, self.plan.schedule
-        steps = f"{schedule.num_steps} steps of {schedule.effective_batch}"
-        micro_batches = f"micro-batch {schedule.micro_batch} x {schedule.grad_accumulation}"
+        steps = f"{schedule.num_steps} steps of {plan.recipe.effective_batch}"
+        micro_batches = f"micro-batch {plan.memory.micro_batch} x {schedule.grad_accumulation}"
         lines = [f"{schedule.train_samples} samples, {steps} ({micro_batches})"]
         if plan.features_bytes:
             lines.append(f"features of the frozen tower are kept, at most {bytes_text(plan.features_bytes)} of disk")
@@ -84,7 +84,7 @@ def cheapest_fit(fit: Fit, predict: Predict, *, fill: bool = False) -> Fit:
 
 
 def fastest_fit(fit: Fit, predict: Predict) -> Fit:
-    """The plan of the same result that fits with the least `assumed_time`; the plan itself if none fits."""
+    """The fastest plan of the same result that fits, by `assumed_time`; the plan itself if none fits."""
     fitting = []
     for plans in same_results(fit.plan):
         num_fitting = bisect_left(plans, True, key=lambda plan: fit.changed_to(plan, predict).verdict != "fits")
@@ -95,18 +95,16 @@ def fastest_fit(fit: Fit, predict: Predict) -> Fit:
 def same_results(plan: Plan) -> list[list[Plan]]:
     """The plan with every micro-batch of the same result, from the least memory up: without gradient checkpointing, and
     with it if the plan has it."""
-    schedule, share = plan.schedule, plan.samples_per_step
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
-    schedules = [replace(schedule, micro_batch=size, grad_accumulation=share // size) for size in sizes]
+    sizes = [size for size in range(1, plan.samples_per_step + 1) if plan.samples_per_step % size == 0]
     return [
-        [replace(plan, gradient_checkpointing=checkpointing, schedule=each) for each in schedules]
-        for checkpointing in {False, plan.gradient_checkpointing}
+        [plan.with_micro_batch(size).with_memory(gradient_checkpointing=checkpointing) for size in sizes]
+        for checkpointing in {False, plan.memory.gradient_checkpointing}
     ]
 
 
 def assumed_time(plan: Plan, flops: float) -> float:
     """Time of a step relative to other plans of the recipe. flops: of a micro-batch, repeated passes included."""
-    slowdown = 1 + TOKENS_TO_FILL_A_GPU / (plan.schedule.micro_batch * plan.max_length)
+    slowdown = 1 + TOKENS_TO_FILL_A_GPU / (plan.memory.micro_batch * plan.recipe.max_length)
     return flops * plan.schedule.grad_accumulation * slowdown
 
 
@@ -150,7 +148,7 @@ def refusal(fit: Fit, cheapest: Fit) -> str:
     device = "the GPU" if plan.on_gpu else f"{share}the memory of this machine, the CPU"
     flag = f"add to the command, as in dvc exp run -S ++profiles.{plan.profile}.memory.fit"
     lines = [
-        f"recipe {plan.recipe} does not fit {device} of profile {plan.profile}:",
+        f"recipe {plan.name} does not fit {device} of profile {plan.profile}:",
         *fit.prediction.lines(fit.capacity_bytes),
         advice(cheapest),
         *([f"take that change: {flag}=auto"] if cheapest.verdict != "does not fit" else []),
@@ -202,11 +200,11 @@ def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration 
     lengths: of the training samples in tokens, the longest first; none without data.
     """
     plan, schedule, device = fit.plan, fit.plan.schedule, fit.plan.device
-    cards = cards_for(device, plan.precision)
-    if not plan.on_gpu or plan.precision == "fp32" or not cards:
+    cards = cards_for(device, plan.memory.precision)
+    if not plan.on_gpu or plan.memory.precision == "fp32" or not cards:
         return None
     share = load_calibration().share_of_peak
-    mean_share = fmean(lengths) / fmean(lengths[: schedule.micro_batch]) if lengths else 1.0
+    mean_share = fmean(lengths) / fmean(lengths[: plan.memory.micro_batch]) if lengths else 1.0
     step_flops = fit.prediction.flops * schedule.grad_accumulation * mean_share
     num_steps = schedule.num_steps if lengths else None
     flops = step_flops * (num_steps or 1)

@@ -40,6 +40,8 @@ SHALLOW = 2
 """Layers of the smallest recorded model: the first and the last layer differ a little from the others."""
 
 Number = TypeVar("Number", int, float)
+BatchOf: TypeAlias = Callable[..., Mapping[str, torch.Tensor]]
+"""batch_of(micro_batch=2) is the largest batch of that many samples, padded."""
 Depth: TypeAlias = tuple[int, int]
 """Layers of the language model, and of the vision tower (0 without one)."""
 
@@ -50,18 +52,17 @@ class MemoryPredictor:
 
     config: PreTrainedConfig
     processor: Processor
-    batch_of: Callable[..., Mapping[str, torch.Tensor]]
-    """batch_of(micro_batch=2) is the largest batch of that many samples, padded."""
+    batch_of: BatchOf
     made: dict[str, Prediction] = field(default_factory=dict)
     """Predictions by plan, which recipes that differ in name only may share, and GPUs that differ in memory only."""
 
     def __call__(self, plan: Plan) -> Prediction:
-        key = repr(replace(plan, recipe="", device=replace(plan.device, memory_gb=None)))
+        key = repr(replace(plan, name="", device=replace(plan.device, memory_gb=None)))
         if key not in self.made:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # bitsandbytes warns that this CPU cannot run what is only recorded
-                batch = self.batch_of(micro_batch=plan.schedule.micro_batch)
-                batch = packed(batch, self.config, plan.loss) if plan.padding_free else batch
+                batch = self.batch_of(micro_batch=plan.memory.micro_batch)
+                batch = packed(batch, self.config, plan.recipe.loss) if plan.padding_free else batch
                 self.made[key] = predict(plan, self.config, self.processor, batch)
         return self.made[key]
 
@@ -69,7 +70,7 @@ class MemoryPredictor:
         """Memory of evaluating what the plan trains; training's longest samples bound its prompts."""
         batch = self.batch_of(micro_batch=prefill_batch_size(batch_size))
         prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        inference = Inference(device=plan.device.one(), precision=plan.precision, attn=plan.attn)
+        inference = Inference(device=plan.device.one(), precision=plan.memory.precision, attn=plan.memory.attn)
         limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
         return predict_generation(inference, self.config, prompts, **limits)
 
@@ -78,8 +79,7 @@ class MemoryPredictor:
         it faster; and a line on each choice. Raises UserError if TRL's loss is not the model's own."""
         model = meta_model(self.config)
         require_own_loss(model)
-        trained = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
-        plan = replace(plan, trainable=count_trainable(trained))
+        plan = replace(plan, trainable=count_trainable(apply_recipe(model, plan.recipe)))
         return with_speedups(self.with_features(plan, memory.features_gb), memory, self.config)
 
     def with_features(self, plan: Plan, limit_gb: float) -> Plan:
@@ -88,13 +88,13 @@ class MemoryPredictor:
         limit_gb: of their size. Not if the tower is sharded: its processes would compute each image together.
         """
         vision = family_of(self.config.model_type).vision
-        frozen = not {"vision", "projector"} & {*plan.parts.trained()}
+        frozen = not {"vision", "projector"} & {*plan.recipe.parts.trained()}
         if vision is None or not vision.same_from_features or not frozen or plan.is_sharded:
             return plan
         longest = self.batch_of(micro_batch=1)
         if "pixel_values" not in longest:
             return plan
-        features = from_features(longest, self.config, plan.precision)[FEATURES]
+        features = from_features(longest, self.config, plan.memory.precision)[FEATURES]
         size_bytes = plan.schedule.train_samples * features.nbytes
         return replace(plan, features_bytes=size_bytes if size_bytes <= limit_gb * 1e9 else 0)
 
@@ -118,12 +118,11 @@ def predict(
     recorded = {}
     for few in sample_depths(config):
         recording = record_step(plan, with_depth(config, few), processor, batch)
-        shares = _allocator_shares(recording, expandable=plan.expandable_segments)
+        shares = _allocator_shares(recording, expandable=plan.memory.expandable_segments)
         recorded[few] = Peaks(recording.peaks(), *shares, recording.flops / recorded_accumulation(plan))
     peaks = _scaled_up(recorded, depth_of(config))
-    whole = peaks.phases
-    peaks = replace(peaks, phases={phase: _on_one_device(plan, phase, peak) for phase, peak in whole.items()})
-    return _prediction(peaks, plan, beside=_beside(plan, whole))
+    on_one = {phase: _on_one_device(plan, phase, peak) for phase, peak in peaks.phases.items()}
+    return _prediction(replace(peaks, phases=on_one), plan, extra_bytes=_extra_bytes(plan, peaks.phases))
 
 
 def predict_generation(
@@ -145,7 +144,7 @@ def predict_generation(
 
 
 def capacity_bytes(device: DeviceParams) -> int | None:
-    """Usable memory of one process on its device; None for a GPU of a size that the profile does not give.
+    """Usable memory of one process on its device; None for a GPU of unknown size.
 
     For a CPU without memory_gb: all memory of this machine, or of this process's control group. The processes of a CPU
     share its memory.
@@ -244,19 +243,19 @@ def _on_one_device(plan: Plan, phase: Phase, peak: Peak) -> Peak:
     peak = peak.copy()
     if phase == "load":
         return _loaded(peak)
-    if OPTIMIZERS[plan.optimizer].paged:  # its state is in the host's memory
+    if OPTIMIZERS[plan.memory.optimizer].paged:  # its state is in the host's memory
         del peak["optimizer"]
-    if plan.placement == "ddp":
+    if plan.memory.placement == "ddp":
         # DistributedDataParallel keeps a second copy of all gradients, in the buckets that it sends (torch's default,
         # and accelerate's: gradient_as_bucket_view=False). The rest is the whole model, as in a process on its own.
         peak["gradients"] += plan.trainable.get("total", 0) * 4
-    if plan.placement == "balanced":  # each GPU about its share of the layers, and of what they keep for backward
+    if plan.memory.placement == "balanced":  # each GPU has its share of the layers, and of what backward needs
         for entry in {*peak} - {"logits", "temporaries"}:
             peak[entry] //= plan.device.count
     return peak
 
 
-def _beside(plan: Plan, whole: Mapping[Phase, Peak]) -> int:
+def _extra_bytes(plan: Plan, peaks: Mapping[Phase, Peak]) -> int:
     """Bytes that the fullest device may hold beyond its prediction.
 
     Sharded: FSDP gathers layers and sums gradients on streams of their own, and torch's allocator gives one stream's
@@ -264,9 +263,9 @@ def _beside(plan: Plan, whole: Mapping[Phase, Peak]) -> int:
     or that keep most for backward.
     """
     if plan.on_gpu and plan.is_sharded:
-        return max(peak["temporaries"] for peak in whole.values())
-    if plan.placement == "balanced":
-        kept = max(peak.total() - peak["weights"] - peak["logits"] - peak["temporaries"] for peak in whole.values())
+        return max(peak["temporaries"] for peak in peaks.values())
+    if plan.memory.placement == "balanced":
+        kept = max(peak.total() - peak["weights"] - peak["logits"] - peak["temporaries"] for peak in peaks.values())
         return kept - kept // plan.device.count
     return 0
 
@@ -299,8 +298,8 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     )
 
 
-def _prediction(peaks: Peaks, run: Plan | Inference, beside: int = 0) -> Prediction:
-    """The peaks of tensors, and all else that the process holds on the device. beside: `_beside`."""
+def _prediction(peaks: Peaks, run: Plan | Inference, extra_bytes: int = 0) -> Prediction:
+    """The peaks of tensors, and all else that the process holds on the device."""
     on_cuda, calibration = run.device.kind == "cuda", load_calibration()
     several = isinstance(run, Plan) and run.is_data_parallel
     sizes = {phase: peak.total() for phase, peak in peaks.phases.items()}
@@ -321,7 +320,7 @@ def _prediction(peaks: Peaks, run: Plan | Inference, beside: int = 0) -> Predict
         reserved_bytes=reserved,
         total_bytes=total,
         low_bytes=round(total * (1 + low)),
-        high_bytes=round(total * (1 + high)) + beside,
+        high_bytes=round(total * (1 + high)) + extra_bytes,
         peak_phase=fullest,
         phases=sizes,
         budget={**{entry: spent for entry, spent in peak.items() if spent}, "overhead": total - size},

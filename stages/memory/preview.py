@@ -16,10 +16,11 @@ from stages.core.environment import instruction_set
 from stages.core.families import require_precision, unlisted_words
 from stages.core.params.schema import Params
 from stages.core.tasks import require_answer_format
+from stages.memory.fakes import fake_batch, fake_processor
 from stages.memory.fit import Fit, fitting_batch_size
-from stages.memory.predict import MemoryPredictor, capacity_bytes
-from stages.memory.stand_in import stand_in_batch, stand_in_processor
-from stages.models.prompts import check_carried, load_processor, require_answer_room, require_image_model
+from stages.memory.predict import BatchOf, MemoryPredictor, capacity_bytes
+from stages.models.prompts import Processor, check_carried, load_processor, require_answer_room, require_image_model
+from stages.planning.plan import Plan
 from stages.planning.resolve import resolve_plan
 from stages.training.batches import ConversationCollator
 
@@ -56,40 +57,48 @@ def preview(
     **options: Any,
 ) -> Preview:
     """config: the base's. samples: the task's module of that name. base_dir: the folder of the base's config, and with
-    data of its tokenizer. has_data: without, the largest batch within the plan's limits stands in. options:
-    MemoryPredictor's.
+    data of its tokenizer. options: MemoryPredictor's.
 
     Raises UserError if base, data and recipe do not go together.
     """
-    wanted, memory = params.recipe(recipe), params.active.memory
-    notes, lengths = [note for note in (unlisted_words(config.model_type),) if note], []
     samples.check(config.model_type)
-    require_answer_format(samples, wanted.answer_format, f"recipes.{recipe}.answer_format")
-    require_precision(config.model_type, memory.precision)
-    data_dir = Path("data/prepared") / wanted.data
-    records = samples.read_split(data_dir, "train") if has_data else None
-    train_samples = wanted.effective_batch if records is None else len(records)
-    has_selection = (data_dir / "selection.parquet").is_file() if has_data else params.data.selection > 0
-    facts: Any = {"has_selection": has_selection, "instructions": instruction_set(os.environ)}
-    plan = resolve_plan(params, recipe, train_samples=train_samples, **facts)
-    plan = replace(plan, base_dir=str(base_dir))
-    if records is None:
-        processor = stand_in_processor(config, plan.images)
-        limits: Any = {"max_length": plan.max_length, "max_pixels": plan.images.max_pixels if plan.images else None}
-        batch_of: Any = partial(stand_in_batch, config, **limits)
+    require_answer_format(samples, params.recipe(recipe).answer_format, f"recipes.{recipe}.answer_format")
+    require_precision(config.model_type, params.active.memory.precision)
+    if has_data:
+        plan, processor, batch_of, lengths, notes = with_data(params, recipe, samples, base_dir, config)
     else:
-        processor = load_processor(base_dir, plan.images, plan.template_options)
-        collator = ConversationCollator.for_plan(plan, processor, records, samples)
-        require_image_model(processor, data_dir)
-        collator.require_positions(config)
-        notes.append(collator.length_summary())
-        limit, setting = params.active.evaluation.max_new_tokens, f"profiles.{params.profile}.evaluation.max_new_tokens"
-        references = [collator.converse(each) for each in samples.read_split(data_dir, "val")]
-        check_carried(processor, references)
-        notes.append(require_answer_room(processor, references, limit, setting))
-        lengths = sorted(collator.lengths, reverse=True)
-        batch_of = collator.largest_batch
+        plan, processor, batch_of = without_data(params, recipe, config)
+        lengths, notes = [], ()
     predict = MemoryPredictor(config=config, processor=processor, batch_of=batch_of, **options)
-    plan, choices = predict.completed(plan, memory)
+    plan, choices = predict.completed(replace(plan, base_dir=str(base_dir)), params.active.memory)
     fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=capacity_bytes(plan.device))
-    return Preview(params=params, fit=fit, predict=predict, lengths=lengths, notes=(*notes, *choices))
+    said = tuple(filter(None, (unlisted_words(config.model_type), *notes, *choices)))
+    return Preview(params=params, fit=fit, predict=predict, lengths=lengths, notes=said)
+
+
+def with_data(
+    params: Params, recipe: str, samples: ModuleType, base_dir: Path, config: PreTrainedConfig
+) -> tuple[Plan, Processor, BatchOf, list[int], tuple[str, ...]]:
+    """Plan, processor, largest batches, lengths and notes. Raises UserError for data that the base cannot learn."""
+    data_dir = Path("data/prepared") / params.recipe(recipe).data
+    records = samples.read_split(data_dir, "train")
+    facts: Any = {"has_selection": (data_dir / "selection.parquet").is_file()}
+    plan = resolve_plan(params, recipe, train_samples=len(records), instructions=instruction_set(os.environ), **facts)
+    processor = load_processor(base_dir, plan.images, plan.recipe.template_options)
+    collator = ConversationCollator.for_plan(replace(plan, base_dir=str(base_dir)), processor, records, samples)
+    require_image_model(processor, data_dir)
+    collator.require_positions(config)
+    lengths = collator.length_summary()
+    limit, setting = params.active.evaluation.max_new_tokens, f"profiles.{params.profile}.evaluation.max_new_tokens"
+    references = [collator.converse(each) for each in samples.read_split(data_dir, "val")]
+    check_carried(processor, references)
+    room = require_answer_room(processor, references, limit, setting)
+    return plan, processor, collator.largest_batch, sorted(collator.lengths, reverse=True), (lengths, room)
+
+
+def without_data(params: Params, recipe: str, config: PreTrainedConfig) -> tuple[Plan, Processor, BatchOf]:
+    """Plan, processor and largest batches: those within the plan's limits. One step stands for the training."""
+    facts: Any = {"has_selection": params.data.selection > 0, "instructions": instruction_set(os.environ)}
+    plan = resolve_plan(params, recipe, train_samples=params.recipe(recipe).effective_batch, **facts)
+    limits: Any = {"max_length": plan.recipe.max_length, "max_pixels": plan.images.max_pixels if plan.images else None}
+    return plan, fake_processor(config, plan.images), partial(fake_batch, config, **limits)

@@ -34,6 +34,7 @@ from stages.internals.torch_internals import (
     in_kernel_invocation_manager,
     storage_key,
     tree_leaves,
+    without_modes,
 )
 from stages.internals.trl_internals import LOSS_TILE
 from stages.memory.allocator import CachingAllocator, rounded_bytes
@@ -172,24 +173,16 @@ class Recorder(TorchDispatchMode):
         """Run an operation on plain tensors and record what it allocates."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if any_fake and (value := _assumed_value(func, args)) is not None:
-            return value
-        if any_fake and func is aten.index.Tensor:
-            args = (args[0], _positions(args[1]), *args[2:])
         if any_fake or not _stays_real(func, args, kwargs, tensors):
             with self._fake_mode:
-                output = _grouped_mm(*args, **kwargs) if func is GROUPED_MM else func(*args, **kwargs)
-            if func is aten.topk.default and args[0].dim() == 2:
-                output = (output[0], _even_routing(*output[1].shape, num_experts=args[0].shape[1]))
+                output = _WITHOUT_CONTENTS.get(func, func)(*args, **kwargs)
         else:
             output = func(*args, **kwargs)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self._record(leaf)
-        if func.namespace == "c10d":  # messages between processes were counted as activations
-            known = (self._alive[key][1] for tensor in tensors if (key := storage_key(tensor)) in self._alive)
-            for storage in (each for each in known if each.budget == "activations"):
-                storage.budget = "temporaries"
+        if func.namespace == "c10d":
+            self._relabel_messages(tensors)
         # Allocated beside the output, which exists before the kernel ends.
         on_cuda, sms = self.recording.cuda, self._multiprocessors
         if hidden := hidden_bytes(func, args, sms) if on_cuda else dequantized_bytes(func, args):
@@ -197,6 +190,12 @@ class Recorder(TorchDispatchMode):
             storage.died = self._tick()
         self.recording.flops += flops_of(func, args, kwargs, output)
         return output
+
+    def _relabel_messages(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Messages between processes are temporary; they were counted as activations."""
+        for storage in (self._alive[key][1] for tensor in tensors if (key := storage_key(tensor)) in self._alive):
+            if storage.budget == "activations":
+                storage.budget = "temporaries"
 
     def _record(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
@@ -284,36 +283,48 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> FakeTensor:
     return FakeTensor(mode, view, device)
 
 
-def _assumed_value(func: Any, args: Any) -> Any:
-    """The value of a tensor without contents, which clipping and GradScaler read; None for other operations."""
-    if func is READ_SCALAR:
-        dtype = args[0].dtype
-        return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-    return True if func is aten.equal.default else None
+def _read_scalar(tensor: torch.Tensor) -> bool | int | float:
+    """A number that clipping and GradScaler read."""
+    return False if tensor.dtype is torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
 
-def _even_routing(num_tokens: int, top_k: int, *, num_experts: int) -> torch.Tensor:
-    """(num_tokens, top_k) experts, each with as many tokens as the others.
+def _topk(scores: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k experts of each token of a router's scores (tokens, experts): each expert has as many as the others.
 
     A real router is less even; the sum of its allocations is the same.
     """
-    return (torch.arange(num_tokens * top_k) % num_experts).view(num_tokens, top_k)
+    values, chosen = aten.topk.default(scores, k, *args, **kwargs)
+    if scores.dim() == 2:
+        with without_modes():
+            chosen = (torch.arange(chosen.numel()) % scores.shape[1]).view(chosen.shape)
+    return values, chosen
 
 
-def _positions(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Indices with masks replaced by the positions that they select, which need no contents of the indexed tensor."""
+def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Masks become the positions that they select, which need no contents of the indexed tensor."""
     positions: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor):
-            positions += index.nonzero(as_tuple=True)
+            with without_modes():
+                positions += index.nonzero(as_tuple=True)
         else:
             positions.append(index)
-    return positions
+    return aten.index.Tensor(tensor, positions)
 
 
 def _grouped_mm(matrices: torch.Tensor, others: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """torch infers the result's shape for bf16 only, and computes it in fp32 too."""
     return GROUPED_MM(matrices.bfloat16(), others.bfloat16(), *args, **kwargs).to(matrices.dtype)
+
+
+_WITHOUT_CONTENTS: dict[Any, Callable[..., Any]] = {
+    READ_SCALAR: _read_scalar,
+    aten.equal.default: lambda _tensor, _other: True,
+    aten.index.Tensor: _index,
+    aten.topk.default: _topk,
+    GROUPED_MM: _grouped_mm,
+}
+"""Replacements of operations that depend on contents, or that torch cannot run without them."""
 
 
 def _broadcast_numel(tensors: list[torch.Tensor]) -> int:

@@ -15,13 +15,13 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from stages.core.params.schema import DeviceParams
 from stages.internals.accelerate_internals import reset_accelerator
 from stages.internals.torch_internals import pretended_processes
+from stages.memory.fakes import fake_kernels, quantize_nf4
 from stages.memory.recorder import Recorder, Recording, Storage, recorder_of, without_contents
-from stages.memory.stand_in import quantize_nf4, stand_in_kernels
 from stages.mixture.trainer import make_trainer
 from stages.models.adapters import apply_recipe
 from stages.models.forward import forward_takes, has_plain_cache, layer_sizes
 from stages.models.kernels import fused_kernels
-from stages.models.load import DTYPES, local, new_model, resolve_attention, shard
+from stages.models.load import DTYPES, new_model, resolve_attention, shard, to_local
 from stages.models.prompts import Processor
 from stages.planning.cards import multiprocessors
 from stages.planning.plan import Plan
@@ -45,17 +45,17 @@ def record_step(
         gc.freeze()  # accelerate collects garbage, which takes long among all that torch and transformers have imported
         stack.callback(gc.unfreeze)
         stack.callback(reset_accelerator)  # nothing of the step's trainer is left in this process
-        recorder = stack.enter_context(recorder_of(plan.device, plan.attn, config))
-        stack.enter_context(stand_in_kernels(multiprocessors(plan.device)))
+        recorder = stack.enter_context(recorder_of(plan.device, plan.memory.attn, config))
+        stack.enter_context(fake_kernels(multiprocessors(plan.device)))
         if plan.features_bytes:
-            batch = from_features(batch, config, plan.precision)
+            batch = from_features(batch, config, plan.memory.precision)
         batch = without_contents(batch)
         model = _prepared_model(here, config, recorder, stack, processes=plan.device.total)
         trainer = one_batch_trainer(here, model, processor, batch)
-        for name, parameter in model.named_parameters():
-            recorder.label([local(parameter)], "adapters" if ".lora_" in name else "weights")
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda of: recorder.label([local(of.grad)], "gradients"))
+        for name, weight in model.named_parameters():
+            recorder.label([to_local(weight)], "adapters" if ".lora_" in name else "weights")
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(lambda of: recorder.label([to_local(of.grad)], "gradients"))
         fill_optimizer_state(trainer)
         recorder.label(batch.values(), "activations")
         if plan.on_gpu:  # Trainer fetches all micro-batches of a step before the first one runs
@@ -79,11 +79,11 @@ def _prepared_model(
 
     stack: undoes what the model needs once it has been used.
     """
-    attn = resolve_attention(plan.attn, plan.device, plan.precision, padding_free=plan.padding_free)
-    base = new_model(config, precision=plan.precision, attn=attn)
+    attn = resolve_attention(plan.memory.attn, plan.device, plan.memory.precision, padding_free=plan.padding_free)
+    base = new_model(config, precision=plan.memory.precision, attn=attn)
     if plan.is_quantized:
-        base = quantize_nf4(base, plan.precision)
-    model = apply_recipe(base, plan.parts, plan.lora, plan.full_targets)
+        base = quantize_nf4(base, plan.memory.precision)
+    model = apply_recipe(base, plan.recipe)
     stack.enter_context(fused_kernels(model, used=plan.fused_kernels))
     if plan.is_sharded:
         stack.enter_context(recorder.watching_resizes())
@@ -93,12 +93,10 @@ def _prepared_model(
 
 def _on_this_cpu(plan: Plan) -> Plan:
     """The plan of one step that this process can take."""
-    accumulation = recorded_accumulation(plan)
+    accumulation, placement = recorded_accumulation(plan), "sharded" if plan.is_sharded else "single"
     return replace(
-        plan,
+        plan.with_memory(placement=placement, attn=_attention(plan.memory.attn)),
         device=DeviceParams(kind="cpu"),
-        placement="sharded" if plan.is_sharded else "single",
-        attn=_attention(plan.attn),
         dataloader_workers=0,
         trainable={},
         schedule=replace(
@@ -106,7 +104,7 @@ def _on_this_cpu(plan: Plan) -> Plan:
             num_steps=1,
             warmup_steps=0,
             grad_accumulation=accumulation,
-            train_samples=plan.schedule.micro_batch * accumulation,
+            train_samples=plan.memory.micro_batch * accumulation,
         ),
     )
 
@@ -165,7 +163,7 @@ def fill_optimizer_state(trainer: RecipeTrainer) -> None:
 
 
 def mark_phases(trainer: RecipeTrainer, begin: Callable[[Phase], None]) -> None:
-    """Has `begin` called at the beginning of forward, of backward and of the optimizer's step."""
+    """Calls `begin` at the start of forward, of backward and of the optimizer's step."""
     compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

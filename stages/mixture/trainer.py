@@ -15,7 +15,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from stages.internals.transformers_internals import on_device
 from stages.internals.trl_internals import note_metric
 from stages.mixture.routing import RouterOutput, hooked, outputs_of, routers_of
-from stages.models.load import whole
+from stages.models.load import full_tensor
 from stages.planning.plan import Plan
 from stages.training.batches import IGNORED
 from stages.training.trainer import RecipeTrainer
@@ -25,7 +25,7 @@ def make_trainer(plan: Plan, *, model: PreTrainedModel | PeftModel, **rest: Any)
     """The plan's trainer: of routers, of a mixture, or of a dense model. rest: arguments of RecipeTrainer."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     routers = routers_of(base)
-    if plan.loss == "router-labels":
+    if plan.recipe.loss == "router-labels":
         return RouterTrainer(plan, routers, model=model, **rest)
     coefficient = getattr(base.config.get_text_config(), "router_aux_loss_coef", 0.0)
     # If every token takes all experts, the balance is their number, whatever the routers do.
@@ -158,7 +158,7 @@ def router_loss(
         model(**inputs, use_cache=False, logits_to_keep=1)  # the next token's logits are not needed
     loss, correct = torch.zeros(2, device=labels.device)
     for router, hidden in zip(routers, hidden_states, strict=True):
-        logits = F.linear(hidden, whole(router.weight).to(hidden.dtype)).float()
+        logits = F.linear(hidden, full_tensor(router.weight).to(hidden.dtype)).float()
         here = labels.to(logits.device)
         loss = loss + F.cross_entropy(logits, here, ignore_index=IGNORED, reduction="sum").to(loss.device)
         correct = correct + (logits.argmax(-1) == here).sum().to(correct.device)

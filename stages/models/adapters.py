@@ -22,9 +22,9 @@ from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES, family_of
-from stages.core.params.schema import PARTS, LoraParams, Part, PartsParams
+from stages.core.params.schema import PARTS, LearningParams, LoraParams, Part, PartsParams
 from stages.internals.peft_internals import expert_names
-from stages.models.load import load_base, meta_model, process_mesh, shard, whole
+from stages.models.load import full_tensor, load_base, meta_model, process_mesh, shard
 
 if TYPE_CHECKING:
     from stages.planning.plan import Plan
@@ -71,34 +71,28 @@ def is_idle(model: nn.Module, name: str) -> bool:
 
 def load_trainable(plan: Plan) -> PreTrainedModel | PeftModel:
     """The base with the recipe's adapters on it, placed as planned."""
-    model = apply_recipe(load_base(plan), plan.parts, plan.lora, plan.full_targets)
+    model = apply_recipe(load_base(plan), plan.recipe)
     if plan.is_sharded:
         shard(model, plan, process_mesh(plan))
     return model
 
 
-def apply_recipe(
-    model: PreTrainedModel,
-    parts: PartsParams,
-    lora: LoraParams | None,
-    full_targets: Mapping[Part, Sequence[str]] | None = None,
-) -> PreTrainedModel | PeftModel:
+def apply_recipe(model: PreTrainedModel, recipe: LearningParams) -> PreTrainedModel | PeftModel:
     """Freeze and unfreeze by part, attach LoRA adapters where asked, keep trained weights in fp32.
 
-    full_targets: ends of module names by part; of a part that is trained in full, only these modules are trained.
     Returns the model itself, or a PeftModel around it. Raises UserError if the model lacks a part or a target.
     """
     present = {part_of(name) for name, _ in model.named_parameters()}
-    for part in parts.trained():
+    for part in recipe.parts.trained():
         if part not in present:
             raise UserError(f"parts.{part} is to be trained, but {type(model).__name__} has no {part}")
-    full = _full_parameters(model, parts, full_targets or {})
+    full = _full_parameters(model, recipe.parts, recipe.full_targets)
     model.requires_grad_(False)
     adapted: PreTrainedModel | PeftModel = model
-    if parts.trained("lora"):
-        assert lora is not None
+    if recipe.parts.trained("lora"):
+        assert recipe.lora is not None
         is_meta = any(parameter.is_meta for parameter in model.parameters())
-        adapted = get_peft_model(model, lora_config(model, lora), low_cpu_mem_usage=is_meta)
+        adapted = get_peft_model(model, lora_config(model, recipe.lora), low_cpu_mem_usage=is_meta)
         for layer in adapted.modules():
             if isinstance(layer, LoraLayer) and model.dtype != torch.float32:
                 layer.cast_input_dtype_enabled = False  # to the adapter's fp32, from which autocast casts back
@@ -245,7 +239,7 @@ def trained_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tenso
     All processes of a sharded model have to call this together; each gets whole tensors.
     """
     return {
-        name: whole(parameter.detach()).cpu().contiguous()
+        name: full_tensor(parameter.detach()).cpu().contiguous()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }

@@ -38,7 +38,7 @@ MAX_LAYERS = 2_000
 GEOMETRIES_DIR = Path(__file__).parent / "geometries"
 """OWNER/NAME/config.json as the hub has it, without weights; qwen2.5-tiny runs on a CPU."""
 
-STAND_IN_DIR = Path("data/tiny/qwen2-vl")
+FAKE_PROCESSOR_DIR = Path("data/tiny/qwen2-vl")
 """A model folder with a tokenizer and image processor for every geometry: no memory depends on their contents."""
 
 

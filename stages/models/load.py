@@ -100,14 +100,14 @@ def load_base(plan: Plan) -> PreTrainedModel:
     """The base of a recipe, placed as planned; on the CPU if it is still to be sharded (`shard`)."""
     base_dir = Path(plan.base_dir)
     places: dict[str, Any] | None = {"": "cpu"} if plan.is_sharded else None
-    if plan.placement == "balanced":
+    if plan.memory.placement == "balanced":
         places = balanced_gpus(plan, load_config(base_dir))
     return load_model(
         base_dir,
         device=plan.device,
-        precision=plan.precision,
+        precision=plan.memory.precision,
         quantization=plan.quantization,
-        attn=plan.attn,
+        attn=plan.memory.attn,
         padding_free=plan.padding_free,
         places=places,
     )
@@ -249,10 +249,10 @@ def balanced_gpus(plan: Plan, config: PreTrainedConfig) -> dict[str, int]:
     about as many bytes of weights as the others, layers stay whole, and weights that are tied stay together. Unlike
     `from_pretrained(device_map="balanced")` it does not depend on a GPU's free memory; nothing moves to a CPU.
     """
-    dtype = DTYPES[plan.precision]
+    dtype = DTYPES[plan.memory.precision]
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype)
-    nf4 = nf4_config(plan.precision) if plan.is_quantized else None
+    nf4 = nf4_config(plan.memory.precision) if plan.is_quantized else None
     return balanced_device_map(model, dtype, plan.device.count, nf4)
 
 
@@ -272,7 +272,7 @@ def shard(model: PreTrainedModel | PeftModel, plan: Plan, mesh: DeviceMesh) -> N
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     policy = MixedPrecisionPolicy(
-        param_dtype=None if plan.precision == "fp32" else DTYPES[plan.precision],
+        param_dtype=None if plan.memory.precision == "fp32" else DTYPES[plan.memory.precision],
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # autocast decides, as in a process on its own
     )
@@ -296,12 +296,12 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's share of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A whole tensor, gathered from all processes, which have to call this together.
 
     Its gradient is the processes' mean, like that of weights which FSDP gathers.

@@ -75,26 +75,26 @@ def merge_certified(
     merged = load(folder)
     if not keep_weights:
         remove_weights(folder)
-    lineage = write_lineage(folder, kind="merged", name=plan.recipe, parents=parents)
+    lineage = write_lineage(folder, kind="merged", name=plan.name, parents=parents)
     logits, digests = probe_logits(merged, processor, probes), weight_digests(merged)
     changed = changed_modules(before, digests)
-    expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora, plan.full_targets))
+    expected = trained_modules(apply_recipe(meta_model(merged.config), plan.recipe))
     certificate = MergeCertificate(
-        recipe=plan.recipe,
+        recipe=plan.name,
         merged_digest=lineage.digest,
         weights_digest=combined_digest(digests),
         logit_deviation=relative_deviation(logits, trained_logits, base_logits),
-        tolerance=TOLERANCE[plan.precision],
+        tolerance=TOLERANCE[plan.memory.precision],
         probes=len(probes),
         changed_modules=len(changed),
         unexpected_modules=sorted(changed - expected),
         unchanged_modules=sorted(expected - changed),
         processor_parity=same_inputs(load_processor(folder, None), processor, probes),
-        precision=plan.precision,
+        precision=plan.memory.precision,
         trained_quantization=trained_quantization,
     )
     if problems := certificate.problems():
-        raise UserError(f"the merge of {plan.recipe} is not what was trained: {'; '.join(problems)}")
+        raise UserError(f"the merge of {plan.name} is not what was trained: {'; '.join(problems)}")
     return certificate, merged, logits
 
 

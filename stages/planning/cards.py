@@ -1,4 +1,4 @@
-"""NVIDIA's cards as plans see them, without one being there: memory, multiprocessors, arithmetic and power.
+"""NVIDIA's cards by name, for plans on any machine: memory, multiprocessors, arithmetic and power.
 
 Memory of L40, A10, A30, A100 and RTX PRO 6000 is the least that torch's public out-of-memory messages name as a card's
 total, e.g. "a total capacity of 44.40 GiB" of an L40: ECC takes a sixteenth of GDDR6, the driver some hundred MiB. That
@@ -65,7 +65,7 @@ CARDS = (
     Card("Quadro RTX 6000", 24, 22.0, 72, 130.5, 260),
     Card("T4", 16, 14.56, 40, 65, 70),
 )
-"""The first with its pattern in a device's name is meant."""
+"""The first card with its pattern in a device's name counts."""
 
 MULTIPROCESSORS = 144
 """Multiprocessors of a large GPU, for a card that is not named. Fewer need less memory."""
@@ -107,6 +107,6 @@ def multiprocessors(device: DeviceParams) -> int:
 
 
 def usable_bytes(memory_gb: float) -> int:
-    """Usable memory of a card sold as that many GB: the least of these cards; of none, the least share of all."""
+    """Usable memory of a card sold with so many GB: the least of such cards, else by the least share of any card."""
     same = [card.usable_bytes for card in CARDS if card.sold_gb == memory_gb]
     return min(same, default=int(memory_gb * min(card.usable_bytes / card.sold_gb for card in CARDS)))

@@ -41,11 +41,11 @@ def disk_use(plan: Plan, params: Params) -> DiskUse:
     """plan: with its trainable parameters counted."""
     trained = plan.trainable["total"] * TRAINED_BYTES
     keeps_best = plan.validation is not None and plan.validation.keep_best
-    adapters = sum(plan.trainable[part] for part in plan.parts.trained("lora"))
+    adapters = sum(plan.trainable[part] for part in plan.recipe.parts.trained("lora"))
     return DiskUse(
         trained_bytes=trained,
-        merged_bytes=(plan.trainable["all"] - adapters) * WEIGHT_BYTES[plan.precision],
-        keeps_merged=params.leaves_weights(plan.recipe),
+        merged_bytes=(plan.trainable["all"] - adapters) * WEIGHT_BYTES[plan.memory.precision],
+        keeps_merged=params.leaves_weights(plan.name),
         # While one is written there is one more than are kept, and each may have a better one before it.
         checkpoints_bytes=(params.checkpoints.keep * (2 if keeps_best else 1) + 1) * CHECKPOINT_SHARE * trained,
         features_bytes=plan.features_bytes,

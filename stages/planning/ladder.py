@@ -20,7 +20,7 @@ from stages.planning.plan import Plan, read_plan
 
 MAX_BATCH_SIZE = 128
 """Largest generation batch if evaluation.batch_size is auto. A step of it reads more keys and values than weights, so
-a larger batch is hardly faster. What no plan predicts, baselines and a merge's few samples, begins with it: the
+a larger batch is hardly faster. Without a prediction, a baseline and a merge's few samples begin with it: the
 launcher halves it if memory runs out."""
 
 
@@ -70,12 +70,12 @@ def batch_size_changes(batch_size: int | Literal["auto"]) -> list[str]:
 
 def settings(plan: Plan) -> dict[str, str]:
     """The settings that the ladder may change, as text."""
-    placement = {"placement": f"{plan.placement} over {plan.device.total}"} if plan.is_data_parallel else {}
+    placement = {"placement": f"{plan.memory.placement} over {plan.device.total}"} if plan.is_data_parallel else {}
     return placement | {
-        "micro_batch": str(plan.schedule.micro_batch),
+        "micro_batch": str(plan.memory.micro_batch),
         "grad_accumulation": str(plan.schedule.grad_accumulation),
-        "gradient_checkpointing": "on" if plan.gradient_checkpointing else "off",
-        "optimizer": plan.optimizer,
+        "gradient_checkpointing": "on" if plan.memory.gradient_checkpointing else "off",
+        "optimizer": plan.memory.optimizer,
         "quantization": plan.quantization,
     }
 
@@ -91,7 +91,7 @@ def _fuse_optimizer(plan: Plan) -> Plan | None:
     smaller = _shrink_optimizer(plan)
     if smaller is None:
         return None
-    before, after = OPTIMIZERS[plan.optimizer], OPTIMIZERS[smaller.optimizer]
+    before, after = OPTIMIZERS[plan.memory.optimizer], OPTIMIZERS[smaller.memory.optimizer]
     return smaller if (before.bits, before.paged) == (after.bits, after.paged) else None
 
 
@@ -101,15 +101,13 @@ def _divide_micro_batch(plan: Plan) -> Plan | None:
     It does not jump to 1: a failing attempt costs a minute, since the largest samples go through first, and a
     micro-batch that is smaller than necessary costs time in every step.
     """
-    schedule, share = plan.schedule, plan.samples_per_step
-    micro_batch = next((size for size in range(schedule.micro_batch // 2, 0, -1) if share % size == 0), None)
-    if micro_batch is None:
-        return None
-    return replace(plan, schedule=replace(schedule, micro_batch=micro_batch, grad_accumulation=share // micro_batch))
+    share = plan.samples_per_step
+    sizes = (size for size in range(plan.memory.micro_batch // 2, 0, -1) if share % size == 0)
+    return next((plan.with_micro_batch(size) for size in sizes), None)
 
 
 def _checkpoint_gradients(plan: Plan) -> Plan | None:
-    return None if plan.gradient_checkpointing else replace(plan, gradient_checkpointing=True)
+    return None if plan.memory.gradient_checkpointing else plan.with_memory(gradient_checkpointing=True)
 
 
 def _shard(plan: Plan) -> Plan | None:
@@ -118,22 +116,25 @@ def _shard(plan: Plan) -> Plan | None:
     Not if the recipe itself specifies nf4, which saves more. FSDP's shares of a weight are DTensors, which neither nf4
     weights nor some optimizers support.
     """
-    shardable = not plan.may_be_quantized and OPTIMIZERS[plan.optimizer].shardable
-    return replace(plan, placement="sharded", features_bytes=0) if plan.placement == "ddp" and shardable else None
+    if plan.memory.placement != "ddp" or plan.may_be_quantized or not OPTIMIZERS[plan.memory.optimizer].shardable:
+        return None
+    return replace(plan.with_memory(placement="sharded"), features_bytes=0)
 
 
 def _shrink_optimizer(plan: Plan) -> Plan | None:
     """The next smaller optimizer: states of 8 bits, then paged ones."""
-    smaller = OPTIMIZERS[plan.optimizer].smaller
+    smaller = OPTIMIZERS[plan.memory.optimizer].smaller
     if not plan.on_gpu or smaller is None:
         return None
     if plan.is_sharded and not OPTIMIZERS[smaller].shardable:
         return None
-    return replace(plan, optimizer=smaller)
+    return plan.with_memory(optimizer=smaller)
 
 
 def _quantize(plan: Plan) -> Plan | None:
-    allowed = plan.may_quantize and not plan.is_quantized and not plan.is_sharded and not plan.parts.trained("full")
+    allowed = (
+        plan.may_quantize and not plan.is_quantized and not plan.is_sharded and not plan.recipe.parts.trained("full")
+    )
     return replace(plan, quantization="nf4") if allowed else None
 
 

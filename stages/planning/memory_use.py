@@ -30,7 +30,7 @@ log = logging.getLogger("stages")
 
 GIB = 2**30
 SAMPLE_S = 2.0
-"""Time between two samples of a GPU's utilization and power; NVML's own are of the last second at most."""
+"""Seconds between two readings of a GPU's utilization and power; NVML averages over one second at most."""
 
 Amount = Annotated[int, Field(ge=0, lt=2**63)]
 """Bytes, summed over GPUs; their peaks need not be at one moment."""
@@ -121,7 +121,7 @@ class GpuUse:
     def __init__(self, gpus: Sequence[int]) -> None:
         self._gpus = gpus
         self._seconds = self._busy_seconds = self._joules = 0.0
-        """Sampled time, the part of it in which a kernel ran, averaged over GPUs, and the energy of all GPUs."""
+        """Sampled time; time with a kernel running, averaged over GPUs; energy of all GPUs."""
         self._ended = Event()
         self._thread = Thread(target=self._sample, daemon=True)
 
@@ -240,7 +240,7 @@ _OUT_OF_MEMORY = (
 def recognised_out_of_memory() -> Iterator[None]:
     """Raises OutOfMemory, which has an exit code of its own, for an error that means "no memory left".
 
-    Nothing is freed: the process is to end. bitsandbytes' own allocations end it themselves, with exit code 1.
+    Nothing is freed, as the process ends. bitsandbytes' own allocations end it themselves, with exit code 1.
     """
     try:
         yield

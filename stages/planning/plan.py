@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.params.schema import (
-    Attention,
     DeviceParams,
     ImageParams,
-    LoraParams,
-    Loss,
-    Optimizer,
+    LearningParams,
     Part,
-    PartsParams,
     Positive,
-    Rate,
     Seed,
     Size,
-    TemplateOptions,
+    StepParams,
+    ValidationParams,
 )
 from stages.core.records import STRICT, StageFile, damaged, rebuild, shown
 
@@ -33,37 +30,25 @@ DATA_PARALLEL = ("ddp", "sharded")
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Schedule:
     train_samples: Positive
-    effective_batch: Size
-    micro_batch: Size
     grad_accumulation: Size
     epochs: Positive
     steps_per_epoch: Positive
     num_steps: Annotated[int, Field(ge=1)]
     """Optimizer steps in all."""
     warmup_steps: Annotated[int, Field(ge=0)]
-    lr_schedule: Literal["cosine", "linear", "constant"]
     learning_rates: dict[Part, Annotated[float, Field(ge=0)]]
     """Learning rate of each trained part, after the profile's scale."""
-    weight_decay: Annotated[float, Field(ge=0)]
-    max_grad_norm: Rate
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Validation:
+class Validation(ValidationParams):
     """Validation while training, and what follows from it."""
 
     split: str
     every_steps: Positive
-    """Optimizer steps between two validations; the last step has one too."""
-    samples: Positive
-    """Number of samples of the split to compute the loss of, at most."""
-    score_samples: Annotated[int, Field(ge=0)]
-    """Number of them that the model also answers."""
     max_new_tokens: Positive
     max_length: Positive | None
     """Limits of an answer, and of a question with its answer, in tokens, as in evaluation."""
-    by: Literal["loss", "score"]
-    """The figure that decides which validation is the best."""
     keep_best: bool
     """Whether the training leaves the weights of its best validation, not the last ones."""
     patience: Positive | None
@@ -72,48 +57,34 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Plan(StageFile):
-    recipe: str
+    name: str
+    """The recipe's."""
     profile: str
-    task: str
     base_dir: str
     """Relative to the workspace, as are all paths here."""
     data_dir: str
-    answer_format: str | None
-    """The form of the answer, if the task has several."""
-    template_options: Annotated[TemplateOptions, Field(default_factory=dict)]
-    """Options of the base's chat template."""
+    recipe: LearningParams
+    memory: StepParams
     device: DeviceParams
+    images: ImageParams | None
+    dataloader_workers: Annotated[int, Field(ge=0)]
     instructions: str | None = None
     """Instruction set of the CPU, e.g. "avx2" (core/environment.py); None in a preview."""
-    placement: Literal["single", "ddp", "sharded", "balanced"]
-    precision: Literal["fp32", "fp16", "bf16"]
     quantization: Literal["none", "nf4"]
     may_quantize: bool
     """Whether the recipe specifies nf4 and the profile overrides it: nf4 is then a rung of the ladder."""
-    attn: Attention
     padding_free: bool = False
     """Whether the samples of a micro-batch are concatenated into one row, without padding."""
     fused_kernels: bool = False
     """Whether norms, gated products and rotations run by Liger's kernels (models/kernels.py)."""
-    gradient_checkpointing: bool
-    optimizer: Optimizer
-    expandable_segments: bool = False
-    dataloader_workers: Annotated[int, Field(ge=0)]
-    parts: PartsParams
-    lora: LoraParams | None
-    full_targets: Annotated[dict[Part, tuple[str, ...]], Field(default_factory=dict)]
-    """Suffixes of the modules to train in a part that is trained in full; the whole part if it has none."""
-    loss: Loss
     domains: tuple[str, ...] = ()
     """With loss router-labels, the domain of each expert."""
-    max_length: Positive
-    images: ImageParams | None
     features_bytes: Annotated[int, Field(ge=0)] = 0
     """Upper bound on the disk for features of frozen vision towers, computed once; 0 if every step computes them."""
     schedule: Schedule
     validation: Validation | None = None
     seed: Seed
-    trainable: Annotated[dict[str, int], Field(default_factory=dict)]
+    trainable: dict[str, int] = Field(default_factory=dict)
     """Trainable parameters by part, in total, and all parameters; from the model's real geometry."""
 
     def faults(self) -> dict[str, str]:
@@ -129,11 +100,11 @@ class Plan(StageFile):
     @property
     def is_data_parallel(self) -> bool:
         """Whether every device has a process of its own (ddp, sharded), with samples of its own."""
-        return self.placement in DATA_PARALLEL
+        return self.memory.placement in DATA_PARALLEL
 
     @property
     def is_sharded(self) -> bool:
-        return self.placement == "sharded"
+        return self.memory.placement == "sharded"
 
     @property
     def is_quantized(self) -> bool:
@@ -151,7 +122,16 @@ class Plan(StageFile):
     @property
     def samples_per_step(self) -> int:
         """Samples of one optimizer step on one process."""
-        return self.schedule.micro_batch * self.schedule.grad_accumulation
+        return self.memory.micro_batch * self.schedule.grad_accumulation
+
+    def with_memory(self, **settings: Any) -> Plan:
+        """The plan with these settings of its `memory`."""
+        return replace(self, memory=replace(self.memory, **settings))
+
+    def with_micro_batch(self, size: int) -> Plan:
+        """The plan with another micro-batch, a divisor of samples_per_step, and as many samples in a step."""
+        schedule = replace(self.schedule, grad_accumulation=self.samples_per_step // size)
+        return replace(self.with_memory(micro_batch=size), schedule=schedule)
 
 
 def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs"), fix: str | None = None) -> Plan:
@@ -161,6 +141,6 @@ def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs"), fix: str | Non
     """
     path, fix = runs_dir / recipe / "plan.yaml", fix or rebuild(f"plan@{recipe}")
     plan = Plan.read(path, fix=fix)
-    if plan.recipe != recipe:
-        raise damaged(path, {"recipe": f"this is the plan of {shown(plan.recipe)}"}, fix=fix)
+    if plan.name != recipe:
+        raise damaged(path, {"name": f"this is the plan of {shown(plan.name)}"}, fix=fix)
     return plan

@@ -82,7 +82,7 @@ class PlannedMemory(StageFile):
     """data/runs/RECIPE/memory.json: whether a plan fits the profile's device."""
 
     verdict: str
-    """"unknown" for a GPU of a size that the profile does not give."""
+    """"unknown" for a GPU of unknown size."""
     prediction: Prediction
     usable_bytes: Bytes | None
     """None if the profile does not give it: a CPU's capacity is the machine's own memory, but the record is the same

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from stages.core.errors import UserError
 from stages.core.families import family_of
-from stages.core.params.schema import Kernels, MemoryParams, PaddingFree, Params
+from stages.core.params.schema import (
+    Kernels,
+    LearningParams,
+    MemoryParams,
+    PaddingFree,
+    Params,
+    ProfileParams,
+    RecipeParams,
+    StepParams,
+)
 from stages.planning.plan import DATA_PARALLEL, Plan, Schedule, Validation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+T = TypeVar("T", LearningParams, StepParams)
 
 
 def resolve_plan(
@@ -30,77 +41,76 @@ def resolve_plan(
     Raises UserError if the effective batch is not divisible by what the devices take at once.
     """
     recipe, profile = params.recipe(name), params.active
-    memory = profile.memory
-    quantization = memory.quantization or recipe.quantization
-    of_recipe = ("task", "answer_format", "template_options", "parts", "lora", "full_targets", "loss", "max_length")
-    of_memory = ("placement", "precision", "attn", "gradient_checkpointing", "optimizer", "expandable_segments")
-    of_profile = ("device", "dataloader_workers", "images")
-    schedule = _schedule(params, name, train_samples)
+    quantization = profile.memory.quantization or recipe.quantization
+    schedule = _schedule(recipe, profile, train_samples, _grad_accumulation(params, name))
     return Plan(
-        **{name: getattr(recipe, name) for name in of_recipe},
-        **{name: getattr(memory, name) for name in of_memory},
-        **{name: getattr(profile, name) for name in of_profile},
-        recipe=name,
+        name=name,
         profile=params.profile,
         base_dir=f"data/{recipe.base}",
         data_dir=f"data/prepared/{recipe.data}",
+        recipe=_base_fields(LearningParams, recipe),
+        memory=_base_fields(StepParams, profile.memory),
+        device=profile.device,
+        images=profile.images,
+        dataloader_workers=profile.dataloader_workers,
         instructions=instructions,
         quantization=quantization,
         may_quantize=recipe.quantization != quantization,
         domains=params.domains(name) if recipe.loss == "router-labels" else (),
         schedule=schedule,
-        validation=_validation(params, name, schedule.num_steps, "selection" if has_selection else "val"),
+        validation=_validation(recipe, profile, schedule.num_steps, "selection" if has_selection else "val"),
         seed=params.seed if recipe.seed is None else recipe.seed,
     )
 
 
-def _schedule(params: Params, name: str, train_samples: int) -> Schedule:
-    recipe, profile = params.recipe(name), params.active
-    memory = profile.memory
-    replicas = profile.device.total if memory.placement in DATA_PARALLEL else 1
-    at_once = memory.micro_batch * replicas
-    if recipe.effective_batch % at_once:
+def _base_fields(kind: type[T], settings: T) -> T:
+    """The fields of params that their base class has: a change of any other one leaves the plan as it is."""
+    return kind(**{field.name: getattr(settings, field.name) for field in fields(kind)})
+
+
+def _grad_accumulation(params: Params, name: str) -> int:
+    """Micro-batches of a step on each device."""
+    effective_batch, memory = params.recipe(name).effective_batch, params.active.memory
+    replicas = params.active.device.total if memory.placement in DATA_PARALLEL else 1
+    if effective_batch % (at_once := memory.micro_batch * replicas):
         raise UserError(
-            f"recipes.{name}.effective_batch is {recipe.effective_batch}, which is not a multiple of micro_batch "
+            f"recipes.{name}.effective_batch is {effective_batch}, which is not a multiple of micro_batch "
             f"{memory.micro_batch} x {replicas} device(s) (profiles.{params.profile}.memory.micro_batch)"
         )
+    return effective_batch // at_once
+
+
+def _schedule(recipe: RecipeParams, profile: ProfileParams, train_samples: int, grad_accumulation: int) -> Schedule:
     # The last, smaller batch of an epoch is a step too, as in transformers' Trainer.
     steps_per_epoch = ceil(train_samples / recipe.effective_batch)
     epochs = min(recipe.epochs, profile.max_epochs or recipe.epochs)
     num_steps = min(steps_per_epoch * epochs, recipe.max_steps or steps_per_epoch * epochs)
-    rates = {
-        part: recipe.part_learning_rates.get(part, recipe.learning_rate) * profile.learning_rate_scale
-        for part in recipe.parts.trained()
-    }
-    of_recipe = ("effective_batch", "lr_schedule", "weight_decay", "max_grad_norm")
+    rates = {part: recipe.part_learning_rates.get(part, recipe.learning_rate) for part in recipe.parts.trained()}
     return Schedule(
-        **{name: getattr(recipe, name) for name in of_recipe},
-        epochs=epochs,
         train_samples=train_samples,
-        micro_batch=memory.micro_batch,
-        grad_accumulation=recipe.effective_batch // at_once,
+        grad_accumulation=grad_accumulation,
+        epochs=epochs,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
         warmup_steps=ceil(num_steps * recipe.warmup_ratio),
-        learning_rates=rates,
+        learning_rates={part: rate * profile.learning_rate_scale for part, rate in rates.items()},
     )
 
 
-def _validation(params: Params, name: str, num_steps: int, split: str) -> Validation | None:
-    recipe, limits = params.recipe(name), params.active.evaluation
-    found = recipe.validation
-    if found is None:
+def _validation(recipe: RecipeParams, profile: ProfileParams, num_steps: int, split: str) -> Validation | None:
+    if (wanted := recipe.validation) is None:
         return None
-    caps = params.active.validation_limit or found
-    every = found.every_steps if found.every_steps >= 1 else max(1, round(found.every_steps * num_steps))
+    most = profile.validation_limit or wanted
+    every = wanted.every_steps if wanted.every_steps >= 1 else max(1, round(wanted.every_steps * num_steps))
+    samples = min(wanted.samples, most.samples)
     return Validation(
         split=split,
         every_steps=int(every),
-        samples=min(found.samples, caps.samples),
-        score_samples=min(found.score_samples, caps.score_samples, found.samples, caps.samples),
-        by=found.by,
-        max_new_tokens=limits.max_new_tokens,
-        max_length=limits.max_length,
+        samples=samples,
+        score_samples=min(wanted.score_samples, most.score_samples, samples),
+        by=wanted.by,
+        max_new_tokens=profile.evaluation.max_new_tokens,
+        max_length=profile.evaluation.max_length,
         keep_best=recipe.keep == "best",
         patience=recipe.early_stopping.patience if recipe.early_stopping else None,
     )
@@ -139,9 +149,9 @@ def without_padding(plan: Plan, wanted: PaddingFree, config: PreTrainedConfig) -
     if wanted == "on":
         return True, "memory.padding_free is on"
     if not plan.on_gpu:
-        return False, "published results of a CPU are of padded batches"
-    if plan.attn == "eager":
+        return False, "published results of a CPU have padded batches"
+    if plan.memory.attn == "eager":
         return False, "eager attention computes masked positions too"
-    if plan.precision != "bf16":  # a GPU with bf16 is an Ampere or newer
-        return False, f"not every GPU that computes in {plan.precision} has variable-length attention"
+    if plan.memory.precision != "bf16":  # a GPU with bf16 is an Ampere or newer
+        return False, f"not every GPU that computes in {plan.memory.precision} has variable-length attention"
     return True, "the GPU has variable-length attention"

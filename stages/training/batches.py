@@ -88,13 +88,13 @@ class ConversationCollator:
         """
         config = load_config(Path(plan.base_dir))
         for_model = samples_for(samples, config.model_type, processor)
-        converse = partial(for_model.conversation, answered=True, answer_format=plan.answer_format)
+        converse = partial(for_model.conversation, answered=True, answer_format=plan.recipe.answer_format)
         _require_images(plan, map(converse, records))
         return cls(
             *(processor, records, converse),
-            loss=plan.loss,
-            max_length=plan.max_length,
-            experts=experts_of(plan, records, samples) if plan.loss == "router-labels" else None,
+            loss=plan.recipe.loss,
+            max_length=plan.recipe.max_length,
+            experts=experts_of(plan, records, samples) if plan.recipe.loss == "router-labels" else None,
             packed_for=config if plan.padding_free else None,
         )
 
@@ -126,8 +126,7 @@ class ConversationCollator:
     def lengths(self) -> list[int]:
         """Length of each sample in tokens, computed without the pixels of its images.
 
-        Raises UserError naming the first sample that is longer than max_length, or cannot be learnt as it is: now, not
-        hours into the training.
+        Raises UserError naming the first sample that is longer than max_length, or cannot be learnt as it is.
         """
         check_carried(self.processor, map(self.converse, self.records))
         lengths = []
@@ -237,20 +236,20 @@ def _without_weights(config: PreTrainedConfig) -> Any:
 def _require_images(plan: Plan, conversations: Iterable[Conversation]) -> None:
     """Raises UserError for a sample without images if training needs some in each.
 
-    It would give no gradient if only parts that see images are trained. Processes that share the weights or gradients
-    of these parts wait for each other there: one without an image would keep the others waiting for ever.
+    Without an image, parts that see images get no gradient, and processes that share their weights or gradients would
+    wait for each other for ever.
     """
-    trained = set(plan.parts.trained())
+    trained = set(plan.recipe.parts.trained())
     alone = "llm" not in trained
-    shared = plan.is_sharded or (plan.placement == "ddp" and trained != {"llm"})
+    shared = plan.is_sharded or (plan.memory.placement == "ddp" and trained != {"llm"})
     if not alone and not shared:
         return
     examples = {bool(each.images): each.sample_id for each in conversations}
     if False in examples and (alone or True in examples):
-        why = "trains only parts that see images" if alone else f"shares them among processes ({plan.placement})"
+        why = "trains only parts that see images" if alone else f"shares them among processes ({plan.memory.placement})"
         fix = "train llm too" if alone else "take placement single or balanced"
         raise UserError(
-            f"sample {examples[False]} has no image, and recipe {plan.recipe} {why}; {fix}, or leave such samples out"
+            f"sample {examples[False]} has no image, and recipe {plan.name} {why}; {fix}, or leave such samples out"
         )
 
 
@@ -260,14 +259,16 @@ def experts_of(plan: Plan, records: Sequence[Any], samples: ModuleType) -> list[
     Raises UserError for a task without domains, and unless experts and samples have the same ones: an expert without
     samples would never be chosen again.
     """
-    assert plan.domains, plan.loss
+    assert plan.domains, plan.recipe.loss
     if not hasattr(samples, "domain"):
-        raise UserError(f"samples of task {plan.task} have no domains, so loss router-labels has nothing to teach")
-    domains = [samples.domain(record) for record in records]
-    found = Counter(domains)
-    if found.keys() != {*plan.domains}:
         raise UserError(
-            f"{plan.data_dir} has training samples of {', '.join(f'{name} ({n:,})' for name, n in found.items())}, but "
-            f"the experts of {plan.recipe} are of {', '.join(plan.domains)}; each domain needs samples and an expert"
+            f"samples of task {plan.recipe.task} have no domains, so there is nothing for loss router-labels"
+        )
+    domains = [samples.domain(record) for record in records]
+    counts = Counter(domains)
+    if counts.keys() != {*plan.domains}:
+        raise UserError(
+            f"{plan.data_dir} has training samples of {', '.join(f'{name} ({n:,})' for name, n in counts.items())}, "
+            f"but the experts of {plan.name} are of {', '.join(plan.domains)}; each domain needs samples and an expert"
         )
     return [plan.domains.index(domain) for domain in domains]

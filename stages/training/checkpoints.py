@@ -147,12 +147,12 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    return found
+    manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    return manifest
 
 
 def _best(checkpoint: Path) -> int | None:
-    """The step of the checkpoint that is kept beside this one; none for a damaged one."""
+    """The step of the checkpoint kept beside this one; None for a damaged one."""
     with suppress(OSError, ValueError):
         best: int | None = _manifest(checkpoint).get("best")
         return best

@@ -101,11 +101,11 @@ def _opened(path: Path) -> Any:
 
 def _digest(plan: Plan, identity: Mapping[str, str]) -> str:
     facts = {name: value for name, value in identity.items() if name not in ("plan", "attempt", "validation")}
-    settings = asdict(plan)
-    names = ("answer_format", "precision", "quantization", "attn", "loss", "max_length", "images")
-    chosen = {name: settings[name] for name in names}
-    chosen["images per pass"] = plan.schedule.micro_batch  # a GPU may round a matrix product by its size
-    return json_digest([facts, chosen])
+    recipe, memory, images = plan.recipe, plan.memory, plan.images and asdict(plan.images)
+    settings = [recipe.answer_format, recipe.loss, recipe.max_length, images]
+    # The micro-batch, as a GPU may round a matrix product by its size.
+    settings += [memory.precision, plan.quantization, memory.attn, memory.micro_batch]
+    return json_digest([facts, settings])
 
 
 def _compute_missing(trainer: RecipeTrainer, collator: ConversationCollator, folder: Path) -> None:
@@ -130,7 +130,7 @@ def _computed(
     """The samples' tensors, each named NUMBER.NAME; images of a micro-batch of samples per pass."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    per_pass = trainer.plan.schedule.micro_batch
+    per_pass = trainer.plan.memory.micro_batch
     tensors: dict[str, torch.Tensor] = {}
     for first in range(0, len(numbers), per_pass):
         chosen = numbers[first : first + per_pass]
@@ -182,12 +182,12 @@ def _is_undamaged(path: Path) -> bool:
 
 def _remove_unused(root: Path, limit_bytes: int) -> None:
     """Remove features that no training reads, the least recently used first, until the rest is within the limit."""
-    found: list[tuple[int, Path, int]] = []  # last use, folder, size
+    folders: list[tuple[int, Path, int]] = []  # last use, folder, size
     for folder in root.iterdir():
         with suppress(OSError):  # another training is writing to it, or removing it
-            found.append((folder.stat().st_mtime_ns, folder, sum(path.stat().st_size for path in folder.iterdir())))
-    total = sum(size for _, _, size in found)
-    for _, folder, size in sorted(found):
+            folders.append((folder.stat().st_mtime_ns, folder, sum(path.stat().st_size for path in folder.iterdir())))
+    total = sum(size for _, _, size in folders)
+    for _, folder, size in sorted(folders):
         if total <= limit_bytes:
             return
         with suppress(OSError):

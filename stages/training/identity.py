@@ -31,7 +31,7 @@ def identity_of(plan: Plan, *, attempt: int, base: Lineage, data: Mapping[str, P
     variables = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(ARITHMETIC_PREFIXES))
     packages = [platform.python_version(), installed_packages(sys.path)]
     return {
-        "plan": json_digest(asdict(replace(plan, recipe=""))),
+        "plan": json_digest(asdict(replace(plan, name=""))),
         "attempt": str(attempt),
         "base": base.digest,
         **{name: file_digest(path) for name, path in data.items()},

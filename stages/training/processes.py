@@ -39,7 +39,7 @@ def set_up(plan: Plan) -> None:
     if is_worker():
         end_with_own_parent()
     limit_visible_gpus(plan.device)
-    if plan.expandable_segments and plan.on_gpu:
+    if plan.memory.expandable_segments and plan.on_gpu:
         expand_segments()
     prepare_kernels(plan)
     seed_everything(plan.seed)

@@ -13,14 +13,14 @@ from transformers import set_seed
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch, and refuse operations without a deterministic implementation.
 
-    cuBLAS chooses kernels by the size of its workspaces, which CUBLAS_WORKSPACE_CONFIG=:4096:8 makes the same on every
-    card; the launcher sets it, as it has to be there before the first kernel.
+    cuBLAS chooses kernels by the size of its workspaces: CUBLAS_WORKSPACE_CONFIG=:4096:8 makes it the same on every
+    card. The launcher sets that, before the first kernel.
     """
     set_seed(seed)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     # On by default under deterministic algorithms: every torch.empty is filled with NaN, a fifth of a small model's
-    # step. It guards against operations that read memory they never wrote, which none of a training step's does.
+    # step. It guards against reading uninitialized memory, which no operation of a training step does.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -62,13 +62,13 @@ class TrainingSummary(StageFile):
     memory_kind: str
     """cuda_allocated or cpu_allocated (RecipeTrainer.peak_bytes)."""
     gpu_utilization: Amount | None = None
-    """Mean share of the time in which a kernel ran; this and the next two are NVML's, of this node's GPUs, and None on
+    """Mean share of time with a kernel running; this and the next two are NVML's, of this node's GPUs, and None on
     a CPU. They begin where a resumed training was resumed."""
     gpu_watts: Amount | None = None
     gpu_kwh: Amount | None = None
     trainable: dict[str, Count]
     kept_step: Count | None = None
-    """The step of the weights that are kept, if it is not the last one."""
+    """The step of the kept weights, if it is not the last one."""
     validation_split: str | None = None
     """The split of the next two; None without validation."""
     validation_loss: float | None = None
@@ -77,7 +77,7 @@ class TrainingSummary(StageFile):
     skipped_steps: Count = 0
     """Steps that left the weights alone because gradients overflowed, under fp16; the first few do, to find a scale."""
     router_accuracy: float | None = None
-    """Share of the tokens with their domain's expert as the likeliest, as logged last; None with another loss."""
+    """Share of tokens with their domain's expert as the likeliest, as logged last; None with another loss."""
 
     @classmethod
     def of(cls, trainer: RecipeTrainer, *, attempt: int) -> TrainingSummary:
@@ -86,17 +86,18 @@ class TrainingSummary(StageFile):
         peak_bytes, reserved_bytes = trainer.peak_bytes()
         overflows = sum(not isfinite(float.fromhex(grad_norm)) for _, grad_norm in trainer.trace or ())
         last = {name: value for entry in state.log_history for name, value in entry.items()}
-        schedule = plan.schedule
+        schedule, memory = plan.schedule, plan.memory
         validated = {
             name: value for each in state.log_history if each["step"] == kept_step for name, value in each.items()
         }
-        settings = ("recipe", "profile", "gradient_checkpointing", "optimizer", "quantization", "trainable")
         samples = state.global_step * schedule.train_samples / schedule.steps_per_epoch
         return cls(
-            **{name: getattr(plan, name) for name in settings},
+            recipe=plan.name,
+            profile=plan.profile,
             attempt=attempt,
-            micro_batch=schedule.micro_batch,
+            **{name: getattr(memory, name) for name in ("micro_batch", "gradient_checkpointing", "optimizer")},
             grad_accumulation=schedule.grad_accumulation,
+            quantization=plan.quantization,
             num_steps=state.global_step,
             epochs=float(state.epoch or 0),
             train_loss=last["train_loss"],
@@ -106,12 +107,13 @@ class TrainingSummary(StageFile):
             peak_memory_bytes=peak_bytes,
             reserved_memory_bytes=reserved_bytes,
             memory_kind=f"{plan.device.kind}_allocated",
+            trainable=plan.trainable,
             kept_step=kept_step if kept_step != state.global_step else None,
             validation_split=plan.validation.split if plan.validation else None,
             validation_loss=validated.get(LOSS),
             validation_score=validated.get(SCORE),
             **trainer.gpu_use.totals(),
-            skipped_steps=overflows if plan.precision == "fp16" else 0,
+            skipped_steps=overflows if plan.memory.precision == "fp16" else 0,
             router_accuracy=last.get("router_accuracy"),
         )
 
@@ -130,8 +132,8 @@ def best_step(history: Log, plan: Validation, *, first: int = 1) -> int | None:
     NaN is ignored. first: 0 lets the untrained model be the best.
     """
     name, sign = (LOSS, 1) if plan.by == "loss" else (SCORE, -1)
-    found = [(int(each["step"]), sign * each.get(name, nan)) for each in history if each["step"] >= first]
-    return min((each for each in found if not isnan(each[1])), key=itemgetter(1), default=(None,))[0]
+    figures = [(int(each["step"]), sign * each.get(name, nan)) for each in history if each["step"] >= first]
+    return min((each for each in figures if not isnan(each[1])), key=itemgetter(1), default=(None,))[0]
 
 
 def is_over(history: Log, plan: Validation | None) -> bool:
@@ -175,7 +177,7 @@ _PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "mlflow": "mlflow"
 
 
 def tracking_arguments(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
-    """Trainer's arguments for the trackers, which need their environment. Raises UserError for one not installed."""
+    """Trainer's arguments for the trackers; sets the variables that they read. Raises UserError for a missing one."""
     if missing := [tracker for tracker in tracking.to if find_spec(_PACKAGES[tracker]) is None]:
         raise UserError(
             f"tracking.to names {', '.join(missing)}, and the package is not installed; run without containers, after: "

@@ -35,7 +35,7 @@ from stages.internals.accelerate_internals import set_last_batch
 from stages.internals.torch_internals import tree_map_only
 from stages.internals.transformers_internals import CheckpointHooks
 from stages.internals.trl_internals import metric_sums, set_metric_sums
-from stages.models.load import local, whole
+from stages.models.load import full_tensor, to_local
 from stages.planning.plan import Plan
 from stages.training.checkpoints import Checkpoints
 from stages.training.randomness import random_state, set_random_state
@@ -76,7 +76,7 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
         log.warning("training diverged: the gradients of step %d/%d are not finite", ended, num_steps)
         if trainer.best_step() is None:
             raise UserError(
-                f"recipe {trainer.plan.recipe}: training diverged at step {ended}/{num_steps}; lower its "
+                f"recipe {trainer.plan.name}: training diverged at step {ended}/{num_steps}; lower its "
                 "learning_rate, raise its warmup_ratio, or let it keep: best"
             )
     elif ended != num_steps and not stopped:
@@ -110,7 +110,7 @@ class SaveInTime(TrainerCallback):
         if not self.requested_by:
             self.requested_by, self._requested_at = number, time.monotonic()
             # Without logging: the interrupted code may hold its lock.
-            with suppress(OSError):  # a terminal that was closed, or a pipe that nobody reads any more
+            with suppress(OSError):  # a closed terminal, or a pipe without a reader
                 line = f"{signal.Signals(number).name}: stopping after this step (send again to stop now)\n"
                 os.write(2, line.encode())
         elif time.monotonic() - self._requested_at > SAME_REQUEST_S:
@@ -190,13 +190,13 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
     def on_grad_norm(self, grad_norm: torch.Tensor) -> None:
         if self.trace is not None:
             loss = sum(self._step_losses[1:], start=self._step_losses[0])
-            loss_bits, norm_bits = map(float.hex, torch.stack((loss, whole(grad_norm).to(loss))).tolist())
+            loss_bits, norm_bits = map(float.hex, torch.stack((loss, full_tensor(grad_norm).to(loss))).tolist())
             self.trace.append((loss_bits, norm_bits))
 
     @property
     def has_diverged(self) -> bool:
         """Whether the last step's gradients are not finite, and its weights with them: fp16 skips such a step."""
-        if not self.trace or self.plan.precision == "fp16":
+        if not self.trace or self.plan.memory.precision == "fp16":
             return False
         _, grad_norm = self.trace[-1]
         return not isfinite(float.fromhex(grad_norm))
@@ -271,19 +271,19 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
             self._load_weights(self.checkpoints.at(self.kept_step))
             log.info("the weights kept are those of step %d, the best validation", self.kept_step)
 
-    # Restoring, in the order in which Trainer asks for it.
+    # Restoring, in Trainer's order.
 
     def _load_weights(self, checkpoint: Path) -> dict[str, Any]:
         """Copies the trained weights of a checkpoint into the model, and returns the rest of it."""
-        found = load_state(checkpoint / _file_of(self.args.process_index))
-        if "weights" not in found:
+        state = load_state(checkpoint / _file_of(self.args.process_index))
+        if "weights" not in state:
             first = load_state(checkpoint / _file_of(0))
-            found |= {name: first[name] for name in ("weights", "optimizer")}
-        weights, trained = found.pop("weights"), self._trained()
+            state |= {name: first[name] for name in ("weights", "optimizer")}
+        weights, trained = state.pop("weights"), self._trained()
         assert trained.keys() == weights.keys(), trained.keys() ^ weights.keys()
         for name, parameter in trained.items():
-            local(parameter.data).copy_(weights[name])
-        return found
+            to_local(parameter.data).copy_(weights[name])
+        return state
 
     def restore_weights(self, checkpoint: Path) -> None:
         restored = self._load_weights(checkpoint)
@@ -299,7 +299,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
             for index, values in state["state"].items()
         }
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
-        if OPTIMIZERS[self.plan.optimizer].paged:
+        if OPTIMIZERS[self.plan.memory.optimizer].paged:
             load_paged(optimizer, state)
         else:
             optimizer.load_state_dict(state)
@@ -333,7 +333,7 @@ def _shared_like(parameter: torch.Tensor, value: Any) -> Any:
     if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     return DTensor.from_local(
-        value.to(local(parameter).device),
+        value.to(to_local(parameter).device),
         parameter.device_mesh,
         parameter.placements,
         shape=parameter.shape,
@@ -373,7 +373,7 @@ def save_state(state: Any, path: Path) -> None:
 
 def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Without what else lies in the tensor's storage, which torch would write too."""
-    tensor = local(tensor.detach())
+    tensor = to_local(tensor.detach())
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 

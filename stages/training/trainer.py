@@ -33,7 +33,7 @@ from stages.internals.accelerate_internals import use_fp16_on_cpu
 from stages.internals.torch_internals import cpu_peak
 from stages.internals.trl_internals import metric_sums, set_metric_sums, set_token_count
 from stages.models.adapters import count_trainable, part_of
-from stages.models.load import check_placement, local, reshard, whole
+from stages.models.load import check_placement, full_tensor, reshard, to_local
 from stages.models.prompts import Processor
 from stages.planning.memory_use import GpuUse
 from stages.planning.plan import Plan
@@ -81,13 +81,13 @@ class RecipeTrainer(ResumableTrainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self.plan.precision == "fp16" and self.accelerator.device.type == "cpu":
+        if self.plan.memory.precision == "fp16" and self.accelerator.device.type == "cpu":
             use_fp16_on_cpu(self.accelerator)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *, num_items_in_batch: torch.Tensor, **_: Any
     ) -> torch.Tensor:
-        """SFTTrainer's loss, also from features of images, and for a model with layers on several devices.
+        """SFTTrainer's loss, also from features of images, and for a model spread over several devices.
 
         Its fused head leaves the loss on the head's device, the last one, and Trainer wants it on the first.
         """
@@ -104,26 +104,23 @@ class RecipeTrainer(ResumableTrainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """SFTTrainer's; a step of several micro-batches has its samples in the order of their lengths."""
         loader: Any = super().get_train_dataloader()
-        schedule, lengths = self.plan.schedule, getattr(self.data_collator, "lengths", None)
-        if schedule.effective_batch > schedule.micro_batch and lengths is not None:
-            loader.set_sampler(SortedInSteps(loader.get_sampler(), lengths, schedule.effective_batch))
+        plan, lengths = self.plan, getattr(self.data_collator, "lengths", None)
+        if plan.recipe.effective_batch > plan.memory.micro_batch and lengths is not None:
+            loader.set_sampler(SortedInSteps(loader.get_sampler(), lengths, plan.recipe.effective_batch))
         return loader
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The planned optimizer, one parameter group for each part, with and without weight decay."""
         if self.optimizer is None:  # type: ignore[has-type]
-            model, schedule = model or self.model, self.plan.schedule
+            model, rates = model or self.model, self.plan.schedule.learning_rates
+            weight_decay = self.plan.recipe.weight_decay
             decayed = set(self.get_decay_parameter_names(model))
             groups: dict[tuple[Part, bool], list[nn.Parameter]] = {}
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     groups.setdefault((part_of(name), name in decayed), []).append(parameter)
             settings = [
-                {
-                    "params": parameters,
-                    "lr": schedule.learning_rates[part],
-                    "weight_decay": schedule.weight_decay if decay else 0.0,
-                }
+                {"params": parameters, "lr": rates[part], "weight_decay": weight_decay if decay else 0.0}
                 for (part, decay), parameters in groups.items()
             ]
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
@@ -137,7 +134,7 @@ class RecipeTrainer(ResumableTrainer):
         assert self.plan.validation is not None
         with unchanged(self):
             self.model.eval()  # SFTTrainer logs its own figures of validation in this mode
-            # The first process decides for all: one with another last digit would stop when others go on.
+            # The first process decides for all: a difference in a last digit would stop one and not the others.
             [metrics] = broadcast_object_list([self.validator(self)])
             self.log(metrics)
             self.model.train()
@@ -154,7 +151,7 @@ class RecipeTrainer(ResumableTrainer):
         return metrics
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Trainer's own visits every parameter in each micro-batch, for a figure that nothing shows."""
+        """0: Trainer's own count visits every parameter in each micro-batch, for an unused figure."""
         return 0
 
     def peak_bytes(self) -> tuple[int, int]:
@@ -192,28 +189,28 @@ def switch_mode_once(model: nn.Module) -> None:
 
 
 def training_arguments(plan: Plan, output_dir: str, **more: Any) -> SFTConfig:
-    schedule = plan.schedule
+    recipe, memory, schedule = plan.recipe, plan.memory, plan.schedule
     return SFTConfig(
         output_dir=output_dir,
-        per_device_train_batch_size=schedule.micro_batch,
+        per_device_train_batch_size=memory.micro_batch,
         gradient_accumulation_steps=schedule.grad_accumulation,
         num_train_epochs=schedule.epochs,
         max_steps=schedule.num_steps,
         learning_rate=max(schedule.learning_rates.values()),
         # transformers' `constant` would ignore the warm-up.
-        lr_scheduler_type="constant_with_warmup" if schedule.lr_schedule == "constant" else schedule.lr_schedule,
+        lr_scheduler_type="constant_with_warmup" if recipe.lr_schedule == "constant" else recipe.lr_schedule,
         warmup_steps=schedule.warmup_steps,
-        weight_decay=schedule.weight_decay,
-        max_grad_norm=schedule.max_grad_norm,
-        optim=plan.optimizer,
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.max_grad_norm,
+        optim=memory.optimizer,
         seed=plan.seed,
         data_seed=plan.seed,
         use_cpu=not plan.on_gpu,
-        bf16=plan.precision == "bf16",
-        fp16=plan.precision == "fp16",
+        bf16=memory.precision == "bf16",
+        fp16=memory.precision == "fp16",
         router_aux_loss_coef=0.0,  # of SFTTrainer's own loss for mixtures, the mean over micro-batches
-        activation_checkpointing=plan.gradient_checkpointing,
-        activation_checkpointing_kwargs={"use_reentrant": False} if plan.gradient_checkpointing else None,
+        activation_checkpointing=memory.gradient_checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False} if memory.gradient_checkpointing else None,
         max_length=None,  # the collator refuses samples that are too long; SFTTrainer would cut them
         dataset_kwargs={"skip_prepare_dataset": True},
         remove_unused_columns=False,
@@ -227,7 +224,7 @@ def training_arguments(plan: Plan, output_dir: str, **more: Any) -> SFTConfig:
         dataloader_pin_memory=plan.on_gpu,
         ddp_find_unused_parameters=False,  # the start contract wants a gradient in all that is trained
         # Off, as it waits for the GPU in each micro-batch; under fp16 one overflow would make all later losses NaN.
-        logging_nan_inf_filter=plan.precision == "fp16",
+        logging_nan_inf_filter=memory.precision == "fp16",
         logging_steps=max(1, min(10, schedule.num_steps // 20)),
         save_strategy="no",
         disable_tqdm=True,  # progress_callback shows it
@@ -264,7 +261,7 @@ class ContractBreach(UserError):
     """The run does not do what its recipe says."""
 
     def __init__(self, plan: Plan, breach: str) -> None:
-        super().__init__(f"recipe {plan.recipe}: {breach}")
+        super().__init__(f"recipe {plan.name}: {breach}")
 
 
 def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
@@ -276,15 +273,15 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
     if isinstance(model, nn.DataParallel) or devices_in_use > 1:
         raise ContractBreach(plan, "it would run under DataParallel; use placement single, ddp, sharded or balanced")
     check_placement(model, plan.device)
-    found = count_trainable(model)
+    counts = count_trainable(model)
     for part, expected in plan.trainable.items():
-        if found[part] != expected:
+        if counts[part] != expected:
             count = "the model has" if part == "all" else f"{part} trains"
-            raise ContractBreach(plan, f"{count} {found[part]:,} parameters, but the plan says {expected:,}")
+            raise ContractBreach(plan, f"{count} {counts[part]:,} parameters, but the plan says {expected:,}")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise ContractBreach(plan, f"{name} is to be trained, but is {parameter.dtype}, not float32")
-    if plan.precision == "fp16":
+    if plan.memory.precision == "fp16":
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.dtype == torch.bfloat16:
                 raise ContractBreach(plan, f"precision is fp16, but {name} is bfloat16")
@@ -302,13 +299,13 @@ def check_gradients(model: nn.Module, plan: Plan) -> None:
             state, fault = ("trained", "no gradient") if parameter.requires_grad else ("frozen there", "a gradient")
             raise ContractBreach(plan, f"{part} is {state}, but {name} got {fault}")
         if gradient is not None:
-            if not whole(torch.isfinite(gradient).all()):
+            if not full_tensor(torch.isfinite(gradient).all()):
                 fault = f"the gradient of {name} ({part}) is not finite"
                 raise ContractBreach(
                     plan, f"{fault}; a training that was resumed has diverged: lower its learning_rate"
                 )
-            nonzero[part] = nonzero.get(part, False) or bool(whole(gradient.any()))
-    for part in plan.parts.trained():
+            nonzero[part] = nonzero.get(part, False) or bool(full_tensor(gradient.any()))
+    for part in plan.recipe.parts.trained():
         if not nonzero.get(part):
             raise ContractBreach(plan, f"{part} is trained, but all its gradients are zero")
 
@@ -332,7 +329,7 @@ class StartContract(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
         if not self.checked:
-            if self.plan.precision == "fp16" and self.overflows < MAX_OVERFLOWS and _overflowed(model):
+            if self.plan.memory.precision == "fp16" and self.overflows < MAX_OVERFLOWS and _overflowed(model):
                 self.overflows += 1
                 return
             check_gradients(model, self.plan)
@@ -342,8 +339,8 @@ class StartContract(TrainerCallback):
 def _overflowed(model: nn.Module) -> bool:
     """Whether the backward pass overflowed; clipping by an infinite norm has then made its gradients NaN or zero."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    finite = all(bool(whole(torch.isfinite(gradient).all())) for gradient in gradients)
-    return not finite or not any(bool(whole(gradient.any())) for gradient in gradients)
+    finite = all(bool(full_tensor(torch.isfinite(gradient).all())) for gradient in gradients)
+    return not finite or not any(bool(full_tensor(gradient.any())) for gradient in gradients)
 
 
 class Rehearsal(TrainerCallback):
@@ -372,12 +369,12 @@ class Rehearsal(TrainerCallback):
             self.done = True
 
     def rehearse(self) -> int:
-        trainer, schedule = self.trainer, self.trainer.plan.schedule
+        trainer, plan = self.trainer, self.trainer.plan
         on_cpu = trainer.args.device.type == "cpu"
-        inputs = trainer.data_collator.largest_batch(schedule.micro_batch)
+        inputs = trainer.data_collator.largest_batch(plan.memory.micro_batch)
         measured = cpu_peak((*inputs.values(), *lasting_tensors(trainer))) if on_cpu else nullcontext()
         with unchanged(trainer), trainer.accelerator.no_sync(trainer.model_wrapped), measured as peak:
-            for _ in range(min(2, schedule.grad_accumulation)):
+            for _ in range(min(2, plan.schedule.grad_accumulation)):
                 trainer.training_step(trainer.model_wrapped, dict(inputs), inputs["labels"].ne(IGNORED).sum())
         return peak.size_bytes if peak is not None else 0
 
@@ -385,12 +382,12 @@ class Rehearsal(TrainerCallback):
 def lasting_tensors(trainer: SFTTrainer) -> list[torch.Tensor]:
     """All tensors that stay between two steps."""
     model = trainer.model
-    return [*map(local, model.parameters()), *model.buffers(), *optimizer_states(trainer)]
+    return [*map(to_local, model.parameters()), *model.buffers(), *optimizer_states(trainer)]
 
 
 def optimizer_states(trainer: SFTTrainer) -> Iterator[torch.Tensor]:
     for state in trainer.optimizer.state.values():
-        yield from (local(value) for value in state.values() if isinstance(value, torch.Tensor))
+        yield from (to_local(value) for value in state.values() if isinstance(value, torch.Tensor))
 
 
 @contextmanager

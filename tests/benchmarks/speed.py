@@ -42,6 +42,7 @@ from stages.training.batches import ConversationCollator
 from stages.training.features import frozen_features
 from stages.training.kernels import prepare_kernels
 from stages.training.randomness import seed_everything
+from tests.plans import changed
 
 _R1, _TEXT = "r1-llm-only", "amr-baseline"
 COMPARISONS: dict[str, dict[str, Any]] = {
@@ -104,10 +105,10 @@ class Bench:
         prepare(sources, limited, params.data, folder / wanted.data, path=here)
         plan = resolve_plan(params, recipe, train_samples=SAMPLES)
         if device == "cuda":
-            plan = replace(plan, device=DeviceParams(kind="cuda"), precision="bf16", attn="auto")
-        schedule = replace(plan.schedule, num_steps=STEPS, warmup_steps=0)
+            plan = changed(plan, device=DeviceParams(kind="cuda"), precision="bf16", attn="auto")
         base_dir = tiny.bases[params.root(recipe).partition("/")[2]].removeprefix("folder:")
-        plan = replace(plan, base_dir=base_dir, quantization="none", loss="all-tokens", schedule=schedule)
+        steps = {"num_steps": STEPS, "warmup_steps": 0}
+        plan = changed(plan, base_dir=base_dir, quantization="none", loss="all-tokens", **steps)
         records = samples.read_split(folder / wanted.data, "train")[:SAMPLES]
         return cls(plan=plan, samples=samples, records=records, folder=folder)
 
@@ -120,7 +121,7 @@ class Bench:
             return self.generation(how)
         reset_accelerator()
         seed_everything(self.plan.seed)
-        with self.plain_training() if how is None else self.training(replace(self.plan, **how)) as trainer:
+        with self.plain_training() if how is None else self.training(changed(self.plan, **how)) as trainer:
             trainer.add_callback(steps := Steps())
             trainer.train()
         return min(end - begin for begin, end in pairwise(steps.ends))
@@ -142,9 +143,9 @@ class Bench:
         """TRL's trainer as its documentation has it, with the same settings, on the same samples."""
         plan, schedule = self.plan, self.plan.schedule
         processor = load_processor(Path(plan.base_dir), plan.images)
-        assert plan.lora is not None
+        assert plan.recipe.lora is not None
         asked = samples_for(self.samples, load_config(Path(plan.base_dir)).model_type, processor)
-        converse = partial(asked.conversation, answered=True, answer_format=plan.answer_format)
+        converse = partial(asked.conversation, answered=True, answer_format=plan.recipe.answer_format)
         conversations = list(map(converse, self.records))
         rows = {"messages": [each.messages for each in conversations]}
         if conversations[0].images:
@@ -152,14 +153,14 @@ class Bench:
         model = load_base(plan)
         args = SFTConfig(
             output_dir=str(self.folder / "plain"),
-            per_device_train_batch_size=schedule.micro_batch,
+            per_device_train_batch_size=plan.memory.micro_batch,
             gradient_accumulation_steps=schedule.grad_accumulation,
             max_steps=schedule.num_steps,
             learning_rate=max(schedule.learning_rates.values()),
-            optim=plan.optimizer,
+            optim=plan.memory.optimizer,
             use_cpu=not plan.on_gpu,
-            bf16=plan.precision == "bf16",
-            activation_checkpointing=plan.gradient_checkpointing,
+            bf16=plan.memory.precision == "bf16",
+            activation_checkpointing=plan.memory.gradient_checkpointing,
             max_length=None,
             report_to="none",
             save_strategy="no",
@@ -169,15 +170,18 @@ class Bench:
             args=args,
             train_dataset=Dataset.from_dict(rows),
             processing_class=processor,
-            peft_config=lora_config(model, plan.lora),
+            peft_config=lora_config(model, plan.recipe.lora),
         )
 
     def generation(self, batch_size: int) -> float:
         plan = self.plan
         model, processor = load_base(plan).eval(), load_processor(Path(plan.base_dir), plan.images)
-        ask = partial(self.samples.conversation, answered=False, answer_format=plan.answer_format)
+        ask = partial(self.samples.conversation, answered=False, answer_format=plan.recipe.answer_format)
         questions = list(map(ask, self.records[:COMPLETIONS]))
-        limits: dict[str, Any] = {"max_new_tokens": 64, "complete": completeness_test(self.samples, plan.answer_format)}
+        limits: dict[str, Any] = {
+            "max_new_tokens": 64,
+            "complete": completeness_test(self.samples, plan.recipe.answer_format),
+        }
         began = now_s()
         generate_completions(model, processor, questions, batch_size=batch_size, **limits)
         return now_s() - began

@@ -42,8 +42,8 @@ from stages.core.signals import end_with_parent
 from stages.evaluation.generate import generated_tokens
 from stages.internals.torch_internals import chosen_attention, cpu_peak, expand_segments
 from stages.launcher.gpus import driver_version
+from stages.memory.fakes import fake_batch, fake_processor, quantize_nf4
 from stages.memory.predict import MemoryPredictor, predict_generation
-from stages.memory.stand_in import quantize_nf4, stand_in_batch, stand_in_processor
 from stages.memory.step import Inference, from_features, one_batch_trainer
 from stages.models.adapters import apply_recipe
 from stages.models.kernels import fused_kernels, packed_attention, turn_off_cudnn_attention
@@ -58,6 +58,7 @@ from stages.training.kernels import compiler_problem, prepare_kernels, refuse_wr
 from stages.training.randomness import seed_everything
 from stages.training.trainer import RecipeTrainer, lasting_tensors
 from tests.benchmarks.speed import compare_speed
+from tests.plans import changed
 from tools.plan import available_inputs, config_of_base
 from tools.verify.rerun import unequal_files
 
@@ -155,10 +156,10 @@ def planned(setting: Setting, device: str) -> tuple[Plan, MemoryPredictor]:
     inputs = available_inputs(params, recipe)
     config = config_of_base(inputs)
     plan = resolve_plan(params, recipe, train_samples=params.recipe(recipe).effective_batch)
-    micro_batch = changes.pop("micro_batch", plan.schedule.micro_batch)
-    schedule = {"micro_batch": micro_batch, "grad_accumulation": ACCUMULATION, "num_steps": 1, "warmup_steps": 0}
+    micro_batch = changes.pop("micro_batch", plan.memory.micro_batch)
+    schedule = {"grad_accumulation": ACCUMULATION, "num_steps": 1, "warmup_steps": 0}
     samples = micro_batch * ACCUMULATION
-    plan = replace(
+    plan = changed(
         plan,
         base_dir=str(inputs.config_dir),
         device=replace(plan.device, kind="cuda" if device == "cuda" else "cpu"),
@@ -166,14 +167,17 @@ def planned(setting: Setting, device: str) -> tuple[Plan, MemoryPredictor]:
         dataloader_workers=0,
         loss="all-tokens",
         domains=(),
-        schedule=replace(plan.schedule, **schedule, effective_batch=samples, train_samples=samples),
+        micro_batch=micro_batch,
+        effective_batch=samples,
+        train_samples=samples,
+        **schedule,
     )
     last = ("fused_kernels", "padding_free", "features_bytes")  # what the predictor chooses otherwise
     chosen = {name: changes.pop(name) for name in last if name in changes}
-    plan = replace(plan, **changes)
+    plan = changed(plan, **changes)
     pixels = plan.images.max_pixels if plan.images else None
-    batch_of = partial(stand_in_batch, config, max_length=plan.max_length, max_pixels=pixels)
-    predictor = MemoryPredictor(config=config, processor=stand_in_processor(config, None), batch_of=batch_of)
+    batch_of = partial(fake_batch, config, max_length=plan.recipe.max_length, max_pixels=pixels)
+    predictor = MemoryPredictor(config=config, processor=fake_processor(config, None), batch_of=batch_of)
     plan, _ = predictor.completed(plan, params.active.memory)
     return replace(plan, **chosen), predictor
 
@@ -181,10 +185,10 @@ def planned(setting: Setting, device: str) -> tuple[Plan, MemoryPredictor]:
 def random_model(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
     """The plan's base with random weights, on its device, without a file."""
     with torch.device(plan.device.kind):
-        attn = resolve_attention(plan.attn, plan.device, plan.precision, padding_free=plan.padding_free)
-        model = new_model(config, precision=plan.precision, attn=attn)
+        attn = resolve_attention(plan.memory.attn, plan.device, plan.memory.precision, padding_free=plan.padding_free)
+        model = new_model(config, precision=plan.memory.precision, attn=attn)
     if plan.is_quantized:
-        model = quantize_nf4(model, plan.precision, fill=partial(_fill_randomly, device=model.device))
+        model = quantize_nf4(model, plan.memory.precision, fill=partial(_fill_randomly, device=model.device))
     return model
 
 
@@ -212,9 +216,9 @@ def with_contents(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def training_batch(plan: Plan, predictor: MemoryPredictor) -> dict[str, torch.Tensor]:
     """A micro-batch without contents, as the plan's training takes it."""
-    batch: Any = predictor.batch_of(micro_batch=plan.schedule.micro_batch)
-    batch = from_features(batch, predictor.config, plan.precision) if plan.features_bytes else batch
-    return packed(batch, predictor.config, plan.loss) if plan.padding_free else batch
+    batch: Any = predictor.batch_of(micro_batch=plan.memory.micro_batch)
+    batch = from_features(batch, predictor.config, plan.memory.precision) if plan.features_bytes else batch
+    return packed(batch, predictor.config, plan.recipe.loss) if plan.padding_free else batch
 
 
 @contextmanager
@@ -230,11 +234,11 @@ def random_trainer(
     gc.collect()
     if plan.on_gpu:
         torch.cuda.empty_cache()  # a real model is loaded weight by weight, and is never there unquantized
-    adapted = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
-    samples = plan.schedule.effective_batch * num_steps
+    adapted = apply_recipe(model, plan.recipe)
+    samples = plan.recipe.effective_batch * num_steps
     plan = replace(plan, schedule=replace(plan.schedule, num_steps=num_steps, train_samples=samples))
     with fused_kernels(adapted, used=plan.fused_kernels):
-        yield one_batch_trainer(plan, adapted, stand_in_processor(config, None), batch)
+        yield one_batch_trainer(plan, adapted, fake_processor(config, None), batch)
 
 
 # --- Trainings
@@ -255,9 +259,9 @@ def measure_training(device: str, *, setting: Setting, predicted: dict[str, Any]
     finite gradients, and as random_trainer does.
     """
     plan, predictor = planned(setting, device)
-    if plan.on_gpu and plan.expandable_segments:
+    if plan.on_gpu and plan.memory.expandable_segments:
         expand_segments()
-    check_device(plan.device, plan.precision)
+    check_device(plan.device, plan.memory.precision)
     seed_everything(plan.seed)
     batch: dict[str, Any] = with_contents(training_batch(plan, predictor))
     if plan.on_gpu:  # a recipe's data loader has workers for that; a padding-free batch has numbers too
@@ -340,11 +344,11 @@ def measure_generation(device: str, *, setting: Setting, batch_size: int, new_to
     plan, config, size = replace(plan, padding_free=False), predictor.config, prefill_batch_size(batch_size)
     batch = with_contents(predictor.batch_of(micro_batch=size))
     del batch["labels"]
-    attn = resolve_attention("auto", plan.device, plan.precision)
-    inference = Inference(device=plan.device, precision=plan.precision, attn=attn)
+    attn = resolve_attention("auto", plan.device, plan.memory.precision)
+    inference = Inference(device=plan.device, precision=plan.memory.precision, attn=attn)
     limits = {"batch_size": batch_size, "max_new_tokens": new_tokens}
     predicted = predict_generation(inference, config, batch, **limits)
-    model = random_model(replace(plan, attn="auto"), config).eval()
+    model = random_model(plan.with_memory(attn="auto"), config).eval()
 
     @torch.inference_mode()
     def seconds(length: int) -> float:
@@ -362,7 +366,7 @@ def measure_generation(device: str, *, setting: Setting, batch_size: int, new_to
         seconds(new_tokens)
     return {
         "attn": attn,
-        "prompt": plan.max_length,
+        "prompt": plan.recipe.max_length,
         "new_tokens": new_tokens,
         "samples_per_s": round(batch_size / all_s, 3),
         "first_token_s": round(first_s, 4),

@@ -73,7 +73,7 @@ def by_hand(operator: Any, *shapes: Any, out_shape: Any, **_: Any) -> int:
 def test_every_training_can_be_planned(name: str) -> None:
     setting, _ = TRAININGS[name]
     plan, _ = planned({**setting, "gpu": "Quadro RTX 6000"}, "cuda")
-    assert (plan.precision, plan.device.card) == ("fp16", "Quadro RTX 6000")
+    assert (plan.memory.precision, plan.device.card) == ("fp16", "Quadro RTX 6000")
 
 
 # --- Measurements

@@ -20,6 +20,7 @@ from stages.launcher.slurm import MARGIN, PROCESS_GIB, host_gib, run_step, runs_
 from stages.planning.resolve import resolve_plan
 from tests.documents import write_yaml
 from tests.launcher.small_checkout import CALLER, PARAMS, Command, notes, request_of, small_checkout
+from tests.plans import changed
 
 IN_SLURM = replace(PARAMS, profiles={"tiny": replace(PARAMS.active, place="slurm")})
 STAGE = DeclaredStage(name="train@r1", command="docker/run train r1", params=(), deps=(), outs=())
@@ -50,7 +51,7 @@ def planned(workspace: Path, **changes: Any) -> None:
     """A plan for 8 billion weights in bf16, of which an eighth is trained."""
     plan = resolve_plan(ON_GPU, RECIPE, train_samples=32)
     counts = {"vision": 0, "projector": 0, "llm": GIB, "total": GIB, "all": 8 * GIB}
-    plan = replace(plan, trainable=counts, **{"dataloader_workers": 0, **changes})
+    plan = changed(plan, trainable=counts, **{"dataloader_workers": 0, **changes})
     plan.write(workspace / "data/runs" / RECIPE / "plan.yaml")
 
 

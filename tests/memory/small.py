@@ -6,7 +6,6 @@ No weights: a configuration is enough.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,9 +16,9 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 from stages.core.families import FAMILIES
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, LoraParams, Params, PartsParams
+from stages.memory.fakes import fake_batch
 from stages.memory.predict import Depth, predict, with_depth
 from stages.memory.recorder import Recording
-from stages.memory.stand_in import stand_in_batch
 from stages.memory.step import record_step
 from stages.models.load import load_config
 from stages.models.prompts import Processor, load_processor
@@ -28,6 +27,7 @@ from stages.planning.prediction import Prediction
 from stages.planning.resolve import resolve_plan
 from stages.training.batches import packed
 from tests import ROOT
+from tests.plans import changed
 from tests.tiny_families import config_for
 
 TINY = ROOT / "data/tiny/qwen2-vl"
@@ -90,13 +90,13 @@ def plan_of(
 ) -> Plan:
     """settings: of the plan, its parts and its LoRA among them."""
     plan = resolve_plan(shipped_params(), "r1-llm-only", train_samples=8)
-    schedule = replace(plan.schedule, micro_batch=micro_batch, grad_accumulation=grad_accumulation)
-    rates = dict.fromkeys(settings["parts"].trained(), 1e-4)
-    return replace(
+    return changed(
         plan,
+        micro_batch=micro_batch,
+        grad_accumulation=grad_accumulation,
+        learning_rates=dict.fromkeys(settings["parts"].trained(), 1e-4),
         max_length=max_length,
         trainable={},
-        schedule=replace(schedule, learning_rates=rates),
         **{
             "device": DeviceParams(kind=kind),
             "gradient_checkpointing": False,
@@ -116,11 +116,11 @@ def processor_of(model: str) -> Processor:
 
 def batch_of(plan: Plan, config: PreTrainedConfig, *, pixels: int = PIXELS) -> Mapping[str, torch.Tensor]:
     """Without padding, the first sample is the shorter one."""
-    sizes = {"micro_batch": plan.schedule.micro_batch, "max_length": plan.max_length, "max_pixels": pixels}
-    batch = stand_in_batch(config, **sizes)
+    sizes = {"micro_batch": plan.memory.micro_batch, "max_length": plan.recipe.max_length, "max_pixels": pixels}
+    batch = fake_batch(config, **sizes)
     if plan.padding_free:
-        batch["attention_mask"][0, plan.max_length - 30 :] = 0
-        batch = packed(batch, config, plan.loss)
+        batch["attention_mask"][0, plan.recipe.max_length - 30 :] = 0
+        batch = packed(batch, config, plan.recipe.loss)
     return batch
 
 

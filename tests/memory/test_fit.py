@@ -17,6 +17,7 @@ from stages.planning.ladder import changes_between, rungs
 from stages.planning.plan import Plan
 from stages.planning.prediction import PlannedMemory, Prediction, prediction_metrics
 from tests.planning.test_ladder import plan_with
+from tests.plans import changed
 
 GIB = 2**30
 PLAN = plan_with(4, 4, optimizer="adamw_torch_fused", may_quantize=True)
@@ -103,7 +104,7 @@ def filled(capacity_gib: float | None, *, work: float = 4 / 3) -> tuple[str, ...
     sample with checkpointing, relative to one without."""
 
     def predict(plan: Plan) -> Prediction:
-        size, checkpointed = plan.schedule.micro_batch, plan.gradient_checkpointing
+        size, checkpointed = plan.memory.micro_batch, plan.memory.gradient_checkpointing
         return replace(predicted(4 + size * (2 if checkpointed else 6)), flops=size * (work if checkpointed else 1.0))
 
     plan = plan_with(2, 8, gradient_checkpointing=True)
@@ -141,9 +142,9 @@ def test_what_a_rung_frees_is_filled_again(how: str, changes: tuple[str, ...]) -
     """The ladder takes smaller micro-batches before smaller optimizer states; these leave room for larger ones."""
 
     def predict(plan: Plan) -> Prediction:
-        states = 10 if plan.optimizer == "adamw_torch_fused" else 0
-        activations = plan.schedule.micro_batch * (1 if plan.gradient_checkpointing else 10)
-        return replace(predicted(10 + states + activations), flops=plan.schedule.micro_batch)
+        states = 10 if plan.memory.optimizer == "adamw_torch_fused" else 0
+        activations = plan.memory.micro_batch * (1 if plan.memory.gradient_checkpointing else 10)
+        return replace(predicted(10 + states + activations), flops=plan.memory.micro_batch)
 
     plan = plan_with(8, 2, gradient_checkpointing=True, optimizer="adamw_torch_fused")
     fit = replace(start(20), plan=plan, prediction=predict(plan))
@@ -194,9 +195,8 @@ def test_measured_and_predicted_are_of_the_same_phases_and_an_error_is_not_lost_
 
 
 def test_a_training_takes_its_counted_arithmetic_at_a_share_of_the_cards_peak() -> None:
-    schedule = replace(PLAN.schedule, num_steps=100)
     device = DeviceParams(kind="cuda", count=2, card="L4")
-    plan = replace(PLAN, precision="bf16", device=device, schedule=schedule)
+    plan = changed(PLAN, precision="bf16", device=device, num_steps=100)
     fit = Fit(plan=plan, prediction=replace(predicted(3), flops=6.05e12), capacity_bytes=None)
     lengths = [400, 400, 400, 400, 100, 100]  # the four longest are the batch that is counted
     share = load_calibration().share_of_peak.value
@@ -218,4 +218,4 @@ def test_a_training_takes_its_counted_arithmetic_at_a_share_of_the_cards_peak() 
     assert (without_data.num_steps, without_data.kwh, without_data.cost) == (None, None, None)
     assert without_data.hours["H100"] == pytest.approx(4 * 6.05e12 / (989.4e12 * share) / 3600)
     for changes in ({"precision": "fp32"}, {"device": DeviceParams(kind="cpu")}):
-        assert duration(replace(fit, plan=replace(plan, **changes)), lengths, PriceParams()) is None
+        assert duration(replace(fit, plan=changed(plan, **changes)), lengths, PriceParams()) is None

@@ -28,7 +28,7 @@ def test_long_questions_and_long_completions_are_predicted(
     config = config_of(model, (4, 2))
     batch = dict(batch_of(plan, config))
     del batch["labels"]
-    inference = Inference(device=plan.device, precision=plan.precision, attn=attn)
+    inference = Inference(device=plan.device, precision=plan.memory.precision, attn=attn)
     recording = record_generation(inference, config, batch, batch_size=batch_size, max_new_tokens=new_tokens)
     generating = auto_class(config).from_config(config, attn_implementation=attn).eval()
     held = (*generating.parameters(), *generating.buffers(), *batch.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from tests.memory.small import (
     predicted,
     processor_of,
 )
+from tests.plans import changed
 
 MIB, GIB = 2**20, 2**30
 CALIBRATION = load_calibration()
@@ -124,7 +124,7 @@ def test_ddp_keeps_its_gradients_twice_and_has_buffers_of_its_own() -> None:
     plan = plan_of(**FULL, **CUDA)
     alone = predicted("text", plan)
     trainable = {"total": alone.budget["gradients"] // 4}
-    plan = replace(plan, placement="ddp", device=DeviceParams(kind="cuda", count=2), trainable=trainable)
+    plan = changed(plan, placement="ddp", device=DeviceParams(kind="cuda", count=2), trainable=trainable)
     shared = predicted("text", plan)
     assert shared.budget["gradients"] == pytest.approx(2 * alone.budget["gradients"])
     assert shared.total_bytes - alone.total_bytes == pytest.approx(
@@ -135,7 +135,7 @@ def test_ddp_keeps_its_gradients_twice_and_has_buffers_of_its_own() -> None:
 
 def test_balanced_gpus_share_the_layers_and_the_interval_reaches_to_all_that_is_trained_on_one() -> None:
     alone = plan_of(**R2, **CUDA)
-    spread = replace(alone, placement="balanced", device=DeviceParams(kind="cuda", count=2))
+    spread = changed(alone, placement="balanced", device=DeviceParams(kind="cuda", count=2))
     one, each = predicted("detection", alone), predicted("detection", spread)
     assert each.budget["weights"] == one.budget["weights"] // 2
     assert each.budget["activations"] == pytest.approx(one.budget["activations"] / 2, abs=1)

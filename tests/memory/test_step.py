@@ -42,7 +42,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_is_recorded_without_weights_is_what_a_training_takes(name: str) -> None:
     model, settings = SETTINGS[name]
     plan = plan_of(**settings)
-    with pretended_processes(PROCESSES) if plan.placement == "sharded" else nullcontext() as mesh:
+    with pretended_processes(PROCESSES) if plan.memory.placement == "sharded" else nullcontext() as mesh:
         measured = measured_bytes(model, plan, mesh)
     reset_accelerator()
     assert peak_bytes(recorded(model, plan)) == pytest.approx(measured, rel=0.002)

@@ -22,6 +22,7 @@ from stages.tasks.moe import samples as moe_samples
 from stages.training.batches import ConversationCollator, experts_of
 from stages.training.trainer import RecipeTrainer
 from tests.mixture.dense import conversation, load, merged, set_routers
+from tests.plans import changed, recipe_of
 from tests.tasks.moe.made_up import fact, meeting
 from tests.training.small import TakeGradients, plan_for, trainer_on
 
@@ -68,7 +69,7 @@ def batch_of(folder: Path, numbers: Sequence[int] = range(8), loss: Any = "route
 
 
 def train(plan: Plan, folder: Path, coefficient: float = 3.0) -> tuple[RecipeTrainer, Gradients]:
-    trainer = trainer_on(folder, SAMPLES, plan, experts=experts_for(plan.loss), aux_loss=coefficient)
+    trainer = trainer_on(folder, SAMPLES, plan, experts=experts_for(plan.recipe.loss), aux_loss=coefficient)
     trainer.add_callback(taken := TakeGradients())
     trainer.train()
     return trainer, taken.gradients
@@ -98,7 +99,7 @@ def test_balanced_gradients_do_not_depend_on_accumulation(
     torch.manual_seed(4)
     set_routers(folder, torch.randn(2, 3, 32))
     loss, gradients = in_one(folder, 3.0)
-    plan = replace(tokens_plan(micro_batch=micro_batch, full_targets={}), gradient_checkpointing=checkpointing)
+    plan = changed(tokens_plan(micro_batch=micro_batch, full_targets={}), gradient_checkpointing=checkpointing)
     trainer, found = train(plan, folder)
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -145,7 +146,7 @@ def test_router_labels_train_each_layer_independently_of_micro_batches(
     mixture_dir: Path, by_hand: Any, micro_batch: int, checkpointing: bool
 ) -> None:
     loss, accuracy, gradients = by_hand
-    plan = replace(labels_plan(micro_batch=micro_batch), gradient_checkpointing=checkpointing)
+    plan = changed(labels_plan(micro_batch=micro_batch), gradient_checkpointing=checkpointing)
     trainer, found = train(plan, mixture_dir)
     assert isinstance(trainer, RouterTrainer)  # the balance of experts has no part
     assert found.keys() == gradients.keys() == GATES
@@ -158,7 +159,7 @@ def test_router_labels_train_each_layer_independently_of_micro_batches(
 def test_router_labels_reach_only_routers_and_keep_no_activations(mixture_dir: Path) -> None:
     batch, seen = batch_of(mixture_dir), []
     for targets in (None, {"llm": ("mlp.gate",)}):
-        model: Any = apply_recipe(load(mixture_dir), FULL, None, targets)  # type: ignore[arg-type]
+        model: Any = apply_recipe(load(mixture_dir), recipe_of(llm="full", full_targets=targets))
         hook = model.lm_head.register_forward_hook(lambda _module, args, _output: seen.append(args[0].requires_grad))
         loss, _ = router_loss(routers_of(model), model, batch)
         loss.backward()
@@ -191,7 +192,7 @@ def test_loss_and_gradients_of_a_row_without_padding_are_those_of_a_padded_batch
 ) -> None:
     plan = labels_plan if of == "routers by labels" else tokens_plan
     settings = {} if of in ("routers by labels", "a mixture's gates") else WHOLE
-    padded: Plan = replace(plan(micro_batch=micro_batch, **settings), attn=attn)
+    padded: Plan = changed(plan(micro_batch=micro_batch, **settings), attn=attn)
     one, expected = train(padded, mixture_dir)
     other, found = train(replace(padded, padding_free=True), mixture_dir)
     names = ["loss", "grad_norm", *(["aux_loss"] if of.startswith("a mixture") else [])]
@@ -204,7 +205,7 @@ def test_loss_and_gradients_of_a_row_without_padding_are_those_of_a_padded_batch
 def test_checkpointed_layers_are_computed_again_sample_by_sample(mixture_dir: Path) -> None:
     plan = replace(tokens_plan(micro_batch=4, **WHOLE), padding_free=True)
     _, expected = train(plan, mixture_dir)
-    _, found = train(replace(plan, gradient_checkpointing=True), mixture_dir)
+    _, found = train(changed(plan, gradient_checkpointing=True), mixture_dir)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6)
 
@@ -228,34 +229,33 @@ def test_all_of_a_mixture_is_trained_but_the_idle_shared_expert(mixture_dir: Pat
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert bool(parameter.grad.any()) == (".mlp.shared_expert" not in name), name
-    apply_recipe(model, FULL, None)
+    apply_recipe(model, recipe_of(llm="full"))
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {name for name, _ in model.named_parameters() if ".mlp.shared_expert" in name} != set()
     assert {part_of(name) for name, _ in model.named_parameters()} == {"llm"}
     other = load_config(mixture_dir)
     other.neutral_shared_expert = False  # one that somebody else trained
-    assert all(parameter.requires_grad for parameter in apply_recipe(meta_model(other), FULL, None).parameters())
+    model = apply_recipe(meta_model(other), recipe_of(llm="full"))
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def trained(folder: Path, parts: PartsParams, lora: LoraParams | None, *target: str) -> set[str]:
+def trained(folder: Path, *target: str, llm: str = "full", lora: LoraParams | None = None) -> set[str]:
     """Modules of the first layer, trained and planned."""
-    targets: Any = {"llm": target} if target else None
-    model, planned = (
-        apply_recipe(each, parts, lora, targets) for each in (load(folder), meta_model(load_config(folder)))
-    )
+    recipe = recipe_of(llm=llm, lora=lora, full_targets={"llm": target} if target else None)
+    model, planned = (apply_recipe(each, recipe) for each in (load(folder), meta_model(load_config(folder))))
     assert count_trainable(planned) == count_trainable(model)
     return {name.removeprefix(FIRST) for name in trained_modules(model) if name.startswith(FIRST)}
 
 
 def test_targets_reach_gates_and_experts_and_never_the_shared_one(mixture_dir: Path) -> None:
     both = {"mlp.gate", "mlp.experts"}
-    assert {name for name in trained(mixture_dir, FULL, None) if "mlp" in name} == both
-    assert trained(mixture_dir, FULL, None, "mlp") == both
-    assert trained(mixture_dir, FULL, None, "mlp.gate") == {"mlp.gate"}
+    assert {name for name in trained(mixture_dir) if "mlp" in name} == both
+    assert trained(mixture_dir, "mlp") == both
+    assert trained(mixture_dir, "mlp.gate") == {"mlp.gate"}
     for target in ("shared_expert", "gate_proj", "shared_expert_gate"):
         with pytest.raises(UserError, match=rf"full_targets.llm: '{target}' names no module with weights; .* gate, "):
-            trained(mixture_dir, FULL, None, target)
+            trained(mixture_dir, target)
     lora = LoraParams(rank=2, alpha=4, targets={"llm": ("q_proj",)})
-    assert trained(mixture_dir, PartsParams(llm="lora"), lora) == {"self_attn.q_proj"}
+    assert trained(mixture_dir, llm="lora", lora=lora) == {"self_attn.q_proj"}
     with pytest.raises(UserError, match=r"lora.targets.llm: 'up_proj' names no linear layer"):
-        trained(mixture_dir, PartsParams(llm="lora"), replace(lora, targets={"llm": ("up_proj",)}))
+        trained(mixture_dir, llm="lora", lora=replace(lora, targets={"llm": ("up_proj",)}))

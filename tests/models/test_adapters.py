@@ -6,7 +6,7 @@ from peft.tuners.lora import LoraLayer
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
-from stages.core.params.schema import BuildParams, LoraParams, PartsParams
+from stages.core.params.schema import BuildParams, LoraParams
 from stages.mixture.build import mixture_config
 from stages.models.adapters import (
     apply_recipe,
@@ -18,6 +18,7 @@ from stages.models.adapters import (
 from stages.models.folders import GEOMETRIES_DIR
 from stages.models.load import load_config, meta_model
 from tests import ROOT
+from tests.plans import recipe_of
 from tools.plan import root_base, trainable_recipes
 
 PARAMS = load_params(ROOT / "params.yaml")
@@ -32,7 +33,7 @@ def meta(base: str, build: BuildParams | None = None) -> torch.nn.Module:
 
 def counts(recipe: str, base: str) -> dict[str, int]:
     params, (_, build) = PARAMS.recipe(recipe), root_base(PARAMS, recipe)
-    return count_trainable(apply_recipe(meta(base, build), params.parts, params.lora, params.full_targets))
+    return count_trainable(apply_recipe(meta(base, build), params))
 
 
 def recipes_and_bases() -> set[tuple[str, str]]:
@@ -77,28 +78,29 @@ def test_an_unknown_target_and_a_head_are_refused_with_the_known_ones(wrong: str
     with pytest.raises(UserError, match=rf"lora.targets.llm: '{wrong}' names no .*; the llm's end in .*q_proj"):
         lora_config(meta("Qwen/Qwen2-VL-2B-Instruct"), lora)
     with pytest.raises(UserError, match="has no vision"):
-        apply_recipe(meta("data/tiny/qwen2"), PartsParams(vision="full"), None)
+        apply_recipe(meta("data/tiny/qwen2"), recipe_of(vision="full"))
 
 
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 def test_full_targets_train_these_modules_and_those_inside_them() -> None:
-    model = apply_recipe(meta("data/tiny/qwen2"), PartsParams(llm="full"), None, {"llm": MLP})
+    model = apply_recipe(meta("data/tiny/qwen2"), recipe_of(llm="full", full_targets={"llm": MLP}))
     layers = range(load_config(ROOT / "data/tiny/qwen2").num_hidden_layers)
     assert trained_modules(model) == {f"model.layers.{layer}.{end}" for layer in layers for end in MLP}
     found = count_trainable(model)
     assert found["llm"] == found["total"] == sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
-    model = apply_recipe(
-        meta("data/tiny/qwen2"), PartsParams(llm="full"), None, {"llm": ("layers.1.mlp", "model.norm")}
-    )
+    recipe = recipe_of(llm="full", full_targets={"llm": ("layers.1.mlp", "model.norm")})
+    model = apply_recipe(meta("data/tiny/qwen2"), recipe)
     assert trained_modules(model) == {"model.norm", *(f"model.layers.1.{end}" for end in MLP)}
 
 
 def test_parts_without_targets_are_trained_whole_beside_adapters() -> None:
     lora = LoraParams(rank=4, alpha=8, targets={"vision": ("attn.proj",)})
-    parts = PartsParams(vision="lora", projector="full", llm="full")
-    model = apply_recipe(meta("data/tiny/qwen2-vl"), parts, lora, {"llm": ("self_attn.o_proj",)})
+    recipe = recipe_of(
+        vision="lora", projector="full", llm="full", lora=lora, full_targets={"llm": ("self_attn.o_proj",)}
+    )
+    model = apply_recipe(meta("data/tiny/qwen2-vl"), recipe)
     trained = trained_modules(model)
     whole = {name.rpartition(".")[0] for name, _ in meta("data/tiny/qwen2-vl").named_parameters()}
     assert {name for name in trained if part_of(f"{name}.") == "projector"} == {
@@ -111,12 +113,12 @@ def test_parts_without_targets_are_trained_whole_beside_adapters() -> None:
 def test_a_target_that_names_no_module_is_refused_with_what_there_is(target: str) -> None:
     reason = rf"full_targets.llm: '{target}' names no module with weights; the llm's end in .*down_proj, embed_tokens"
     with pytest.raises(UserError, match=reason):
-        apply_recipe(meta("data/tiny/qwen2"), PartsParams(llm="full"), None, {"llm": ("mlp.up_proj", target)})
+        apply_recipe(meta("data/tiny/qwen2"), recipe_of(llm="full", full_targets={"llm": ("mlp.up_proj", target)}))
 
 
 def test_trained_weights_are_kept_in_fp32() -> None:
     model = meta("data/tiny/qwen2-vl").to(torch.bfloat16)
-    adapted = apply_recipe(model, PARAMS.recipe("r4-joint").parts, PARAMS.recipe("r4-joint").lora)
+    adapted = apply_recipe(model, PARAMS.recipe("r4-joint"))
     dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in adapted.parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
     layers = [layer for layer in adapted.modules() if isinstance(layer, LoraLayer)]

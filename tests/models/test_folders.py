@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from stages.core.errors import UserError
-from stages.core.params.schema import LoraParams, PartsParams
+from stages.core.params.schema import LoraParams
 from stages.models.adapters import apply_recipe, count_trainable
 from stages.models.folders import (
     GEOMETRIES_DIR,
@@ -17,6 +17,7 @@ from stages.models.folders import (
     copy_model_files,
 )
 from stages.models.load import load_config, meta_model
+from tests.plans import recipe_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -98,7 +99,7 @@ def test_geometries_have_their_published_sizes(name: str, weights: int, llm: int
     warnings.simplefilter("ignore", FutureWarning)
     model = meta_model(load_config(GEOMETRIES_DIR / name))
     assert count_trainable(model)["all"] == weights
-    parts = PartsParams(llm="lora", vision="lora" if vision else "frozen")
-    lora = LoraParams(rank=8, alpha=8, targets=dict.fromkeys(parts.trained("lora"), ("all-linear",)))
-    counts = count_trainable(apply_recipe(model, parts, lora))
+    parts = dict.fromkeys(("llm", "vision") if vision else ("llm",), "lora")
+    lora = LoraParams(rank=8, alpha=8, targets=dict.fromkeys(parts, ("all-linear",)))  # type: ignore[arg-type]
+    counts = count_trainable(apply_recipe(model, recipe_of(lora=lora, **parts)))
     assert (counts["llm"], counts["vision"], counts["projector"]) == (llm, vision, 0)

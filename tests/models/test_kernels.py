@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from stages.core.params.schema import DeviceParams, LoraParams, PartsParams
+from stages.core.params.schema import DeviceParams, LoraParams
 from stages.data.conversation import Conversation
 from stages.internals.torch_internals import PatchProjection
 from stages.internals.transformers_internals import attending_by
@@ -32,6 +32,7 @@ from stages.models.kernels import (
 from stages.models.load import load_model
 from stages.models.merge import probe_logits, weight_digests
 from stages.models.prompts import encode, load_processor
+from tests.plans import recipe_of
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -198,7 +199,7 @@ def adapted_model(folder: Path, quantization: str, dropout: float = 0.0) -> Any:
     torch.manual_seed(1)
     targets: Any = {"llm": ("all-linear",), "vision": ("all-linear",)}
     lora = LoraParams(rank=4, alpha=12, dropout=dropout, targets=targets)
-    model = apply_recipe(base, PartsParams(llm="lora", vision="lora"), lora).train()
+    model = apply_recipe(base, recipe_of(llm="lora", vision="lora", lora=lora)).train()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from stages.core.errors import UserError
 from stages.core.lineage import write_lineage
-from stages.core.params.schema import DeviceParams, ImageParams, LoraParams, PartsParams
+from stages.core.params.schema import DeviceParams, ImageParams, LoraParams
 from stages.data.conversation import Conversation
 from stages.models.adapters import (
     WEIGHTS_FILE,
@@ -35,16 +35,16 @@ from stages.models.merge import (
 )
 from stages.models.prompts import load_processor
 from tests.made_up_records import CERTIFICATE
+from tests.plans import recipe_of
 
 LLM = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-WAYS: dict[str, tuple[PartsParams, LoraParams | None]] = {
-    "lora": (PartsParams(llm="lora"), LoraParams(rank=4, alpha=8, targets={"llm": LLM})),
-    "full": (PartsParams(vision="full", projector="full"), None),
-    "joint": (
-        PartsParams(vision="lora", llm="lora"),
-        LoraParams(rank=4, alpha=8, targets={"llm": LLM, "vision": ("attn.qkv", "attn.proj", "mlp.fc1")}),
-    ),
-    "mixed": (PartsParams(vision="full", llm="lora"), LoraParams(rank=4, alpha=8, targets={"llm": LLM})),
+LORA = LoraParams(rank=4, alpha=8, targets={"llm": LLM})
+JOINT = LoraParams(rank=4, alpha=8, targets={"llm": LLM, "vision": ("attn.qkv", "attn.proj", "mlp.fc1")})
+WAYS = {
+    "lora": recipe_of(llm="lora", lora=LORA),
+    "full": recipe_of(vision="full", projector="full"),
+    "joint": recipe_of(vision="lora", llm="lora", lora=JOINT),
+    "mixed": recipe_of(vision="full", llm="lora", lora=LORA),
 }
 
 
@@ -55,7 +55,7 @@ def load(folder: Path, precision: str = "fp32") -> Any:
 def save(base_dir: Path, folder: Path, way: str, *, scale: float = 0.05) -> Any:
     """A model with trained weights moved at random (LoRA's B starts at zero), saved into the folder."""
     torch.manual_seed(0)
-    model = apply_recipe(load(base_dir), *WAYS[way]).eval()
+    model = apply_recipe(load(base_dir), WAYS[way]).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "lora_A" not in name:

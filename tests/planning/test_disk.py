@@ -12,6 +12,7 @@ from stages.planning.disk import disk_use, require_room
 from stages.planning.plan import Plan
 from stages.planning.resolve import resolve_plan
 from tests import ROOT
+from tests.plans import changed
 
 PARAMS = load_params(ROOT / "params.yaml")
 LEAN = replace(PARAMS, models=ModelParams(keep_merged=False))
@@ -20,7 +21,7 @@ LEAN = replace(PARAMS, models=ModelParams(keep_merged=False))
 def counted_plan(recipe: str, precision: str, **trainable: int) -> Plan:
     parts = {"vision": 0, "projector": 0, "llm": 0, **trainable}
     plan = resolve_plan(PARAMS, recipe, train_samples=32)
-    return replace(plan, precision=precision, trainable={**parts, "total": sum(trainable.values()), "all": 1_100})  # type: ignore[arg-type]
+    return changed(plan, precision=precision, trainable={**parts, "total": sum(trainable.values()), "all": 1_100})
 
 
 def test_trained_weights_have_4_bytes_merged_ones_the_precision_and_adapters_are_merged_away() -> None:

@@ -1,7 +1,7 @@
 """The ladder keeps what a recipe promises, goes down with each rung, and ends."""
 
+import operator
 from collections.abc import Callable
-from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,33 +22,32 @@ from stages.planning.ladder import (
 from stages.planning.plan import Plan
 from stages.planning.resolve import resolve_plan
 from tests import ROOT
+from tests.plans import changed
 
 PARAMS = load_params(ROOT / "params.yaml")
 PLANNED = resolve_plan(PARAMS, "r1-llm-only", train_samples=320)
 VISION_ONLY = resolve_plan(PARAMS, "r2-vision-only", train_samples=320)
 LARGEST_FIRST = tuple(OPTIMIZERS)
 LOWERED: dict[str, Callable[[Any], int]] = {
-    "schedule": lambda schedule: -schedule.micro_batch,
+    "micro_batch": operator.neg,
     "gradient_checkpointing": (False, True).index,
     "placement": lambda placement: int(placement == "sharded"),
     "optimizer": LARGEST_FIRST.index,
     "quantization": ("none", "nf4").index,
 }
-"""Fields of the plan that rungs change, each with its value's place from the most memory down."""
-KEPT = {field.name for field in fields(Plan)} - LOWERED.keys() - {"features_bytes"}  # goes with the placement
+"""Settings that rungs change, each with its value's place from the most memory down."""
 
 
 def plan_with(micro_batch: int, accumulation: int, *, replicas: int = 1, kind: Any = "cuda", **changes: Any) -> Plan:
-    schedule = replace(
-        PLANNED.schedule,
+    return changed(
+        PLANNED,
         micro_batch=micro_batch,
         grad_accumulation=accumulation,
         effective_batch=micro_batch * accumulation * replicas,
+        device=DeviceParams(kind=kind, count=replicas),
+        placement="ddp" if replicas > 1 else "single",
+        **{"quantization": "none", **changes},
     )
-    device = DeviceParams(kind=kind, count=replicas)
-    placement: Any = "ddp" if replicas > 1 else "single"
-    changes = {"quantization": "none", **changes}
-    return replace(PLANNED, schedule=schedule, device=device, placement=placement, **changes)
 
 
 plans = st.builds(
@@ -62,30 +61,28 @@ plans = st.builds(
     may_quantize=st.booleans(),
     padding_free=st.booleans(),
     fused_kernels=st.booleans(),
-    parts=st.sampled_from([PLANNED.parts, VISION_ONLY.parts]),
+    parts=st.sampled_from([PLANNED.recipe.parts, VISION_ONLY.recipe.parts]),
     dataloader_workers=st.integers(0, 8),
 )
 
 
 def depth(plan: Plan) -> list[int]:
     """Position of each setting on the ladder."""
-    return [place(getattr(plan, name)) for name, place in LOWERED.items()]
+    return [place(getattr(plan.memory, name, plan.quantization)) for name, place in LOWERED.items()]
 
 
 def same_states(above: Plan, below: Plan) -> bool:
-    one, other = OPTIMIZERS[above.optimizer], OPTIMIZERS[below.optimizer]
+    one, other = OPTIMIZERS[above.memory.optimizer], OPTIMIZERS[below.memory.optimizer]
     return (one.bits, one.paged) == (other.bits, other.paged)
 
 
 @given(plans)
 def test_every_rung_keeps_the_effective_batch_and_all_but_the_ladders_settings(plan: Plan) -> None:
     for rung in rungs(plan):
-        schedule = rung.schedule
-        assert schedule.micro_batch * schedule.grad_accumulation * plan.device.count == schedule.effective_batch
-        assert replace(schedule, micro_batch=1, grad_accumulation=1) == replace(
-            plan.schedule, micro_batch=1, grad_accumulation=1
-        )
-        assert all(getattr(rung, name) == getattr(plan, name) for name in KEPT)
+        assert rung.samples_per_step * plan.device.count == plan.recipe.effective_batch
+        lowered_settings = {name: getattr(plan.memory, name, plan.quantization) for name in LOWERED}
+        as_planned = {"grad_accumulation": plan.schedule.grad_accumulation, "features_bytes": plan.features_bytes}
+        assert changed(rung, **lowered_settings, **as_planned) == plan
 
 
 @given(plans)
@@ -98,27 +95,27 @@ def test_every_rung_goes_down_by_one_setting_until_nothing_is_left(plan: Plan) -
         assert min(steps) == 0 < max(steps)
         assert sum(step > 0 for step in steps) == 1
         if above.quantization != below.quantization or not same_states(above, below):
-            assert below.schedule.micro_batch == 1
-            assert below.gradient_checkpointing
+            assert below.memory.micro_batch == 1
+            assert below.memory.gradient_checkpointing
         if above.quantization != below.quantization:
-            assert below.device.kind == "cpu" or OPTIMIZERS[below.optimizer].smaller is None
-    assert ladder[-1].schedule.micro_batch == 1
-    assert ladder[-1].gradient_checkpointing
+            assert below.device.kind == "cpu" or OPTIMIZERS[below.memory.optimizer].smaller is None
+    assert ladder[-1].memory.micro_batch == 1
+    assert ladder[-1].memory.gradient_checkpointing
     assert [lowered(plan, attempt) for attempt in range(len(ladder) + 1)] == [*ladder, None]
 
 
 @given(plans)
 def test_a_setting_changes_only_where_the_recipe_and_the_device_allow_it(plan: Plan) -> None:
     ladder = list(rungs(plan))
-    allowed = plan.may_quantize and not plan.parts.trained("full")
+    allowed = plan.may_quantize and not plan.recipe.parts.trained("full")
     assert any(rung.quantization == "nf4" for rung in ladder) == allowed
     # Replicas of ddp are sharded; not where that would rule out nf4, nor with what cannot be sharded.
-    sharded = [rung for rung in ladder if rung.placement == "sharded"]
-    allowed = plan.placement == "ddp" and not plan.may_quantize and OPTIMIZERS[plan.optimizer].shardable
+    sharded = [rung for rung in ladder if rung.memory.placement == "sharded"]
+    allowed = plan.memory.placement == "ddp" and not plan.may_quantize and OPTIMIZERS[plan.memory.optimizer].shardable
     assert bool(sharded) == allowed
-    assert all(below.quantization == "none" and OPTIMIZERS[below.optimizer].shardable for below in sharded)
+    assert all(below.quantization == "none" and OPTIMIZERS[below.memory.optimizer].shardable for below in sharded)
     if plan.device.kind == "cpu":
-        assert {rung.optimizer for rung in ladder} == {plan.optimizer}
+        assert {rung.memory.optimizer for rung in ladder} == {plan.memory.optimizer}
 
 
 def test_changes_are_in_the_plans_words() -> None:
@@ -141,7 +138,7 @@ def test_changes_are_in_the_plans_words() -> None:
 )
 def test_the_micro_batch_takes_every_divisor_on_its_way(micro_batch: int, accumulation: int, steps: list[int]) -> None:
     plan = plan_with(micro_batch, accumulation, kind="cpu", gradient_checkpointing=True)
-    assert [*dict.fromkeys(rung.schedule.micro_batch for rung in rungs(plan))] == [micro_batch, *steps]
+    assert [*dict.fromkeys(rung.memory.micro_batch for rung in rungs(plan))] == [micro_batch, *steps]
 
 
 @given(st.integers(1, 200))

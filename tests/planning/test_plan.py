@@ -16,6 +16,7 @@ from stages.models.load import load_config
 from stages.planning.plan import Plan, Validation, read_plan
 from stages.planning.resolve import resolve_plan, without_padding
 from tests import ROOT
+from tests.plans import changed
 
 PARAMS = load_params(ROOT / "params.yaml")
 
@@ -41,7 +42,7 @@ def test_every_recipe_resolves_on_every_profile_and_survives_the_file(profile: s
 def test_the_7b_profile_has_the_original_experiments_schedule() -> None:
     plan = resolve_plan(PARAMS.on("qwen2-vl-7b"), "r1-llm-only", train_samples=1083)
     schedule = plan.schedule
-    assert (schedule.micro_batch, schedule.grad_accumulation, schedule.effective_batch) == (2, 8, 16)
+    assert (plan.memory.micro_batch, schedule.grad_accumulation, plan.recipe.effective_batch) == (2, 8, 16)
     assert schedule.num_steps == 3 * 68
     assert schedule.learning_rates == {"llm": 1e-4}
     assert plan.quantization == "nf4"
@@ -103,8 +104,9 @@ def test_the_effective_batch_is_kept_and_every_sample_is_seen(
 ) -> None:
     effective = micro * accumulation
     params = with_changes({"effective_batch": effective, "epochs": epochs, "max_steps": max_steps}, micro_batch=micro)
-    schedule = resolve_plan(params, "r1-llm-only", train_samples=samples).schedule
-    assert schedule.micro_batch * schedule.grad_accumulation == effective
+    plan = resolve_plan(params, "r1-llm-only", train_samples=samples)
+    schedule = plan.schedule
+    assert plan.samples_per_step == effective
     assert (schedule.steps_per_epoch - 1) * effective < samples <= schedule.steps_per_epoch * effective
     assert schedule.num_steps <= (max_steps or schedule.num_steps)
     assert 0 <= schedule.warmup_steps <= schedule.num_steps
@@ -121,12 +123,30 @@ PLAN = resolve_plan(PARAMS, "r1-llm-only", train_samples=10)
 
 
 @pytest.mark.parametrize(
+    ("recipe", "memory"),
+    [
+        ({}, {"fit": "off", "features_gb": 1.0}),  # of predictions
+        ({}, {"kernels": "off", "padding_free": "off"}),  # with_speedups decides what follows from them
+        ({"max_steps": 1000}, {}),  # more than there are
+        ({"learning_rate": 1.0, "part_learning_rates": {"llm": 1e-4, "vision": 1.0}}, {}),  # vision is not trained
+    ],
+)
+def test_a_setting_that_a_training_does_not_use_leaves_its_plan_as_it_is(
+    recipe: dict[str, Any], memory: dict[str, Any]
+) -> None:
+    assert resolve_plan(with_changes(recipe, **memory), "r1-llm-only", train_samples=10) == PLAN
+
+
+@pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"recipe": "r2-vision-only"}, "recipe: this is the plan of 'r2-vision-only'"),
+        ({"name": "r2-vision-only"}, "name: this is the plan of 'r2-vision-only'"),
         ({"base_dir": "../elsewhere"}, "base_dir: '../elsewhere' is no such folder"),
         ({"data_dir": "/etc"}, "data_dir: '/etc' is no such folder"),
-        ({"max_length": 0}, "max_length: input should be greater than or equal to 1"),
+        (
+            {"recipe": {**asdict(PLAN.recipe), "max_length": 0}},
+            "recipe.max_length: input should be greater than or equal to 1",
+        ),
     ],
 )
 def test_a_plan_with_impossible_values_is_refused(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
@@ -137,7 +157,7 @@ def test_a_plan_with_impossible_values_is_refused(change: dict[str, Any], proble
         read_plan("r1-llm-only", runs_dir=tmp_path)
 
 
-GPU = replace(PLAN, device=DeviceParams(kind="cuda"), precision="bf16", attn="auto")
+GPU = changed(PLAN, device=DeviceParams(kind="cuda"), precision="bf16", attn="auto")
 VLM = load_config(ROOT / "data/tiny/qwen2-vl")
 
 
@@ -145,11 +165,11 @@ VLM = load_config(ROOT / "data/tiny/qwen2-vl")
     ("plan", "wanted", "config", "chosen", "why"),
     [
         (GPU, "auto", VLM, True, "GPU"),
-        (replace(GPU, attn="flash_attention_2"), "auto", Qwen2MoeConfig(), True, "GPU"),
+        (changed(GPU, attn="flash_attention_2"), "auto", Qwen2MoeConfig(), True, "GPU"),
         (GPU, "off", VLM, False, "memory.padding_free"),
-        (replace(GPU, attn="eager"), "auto", VLM, False, "eager"),
-        (replace(GPU, precision="fp16"), "auto", VLM, False, "fp16"),
-        (replace(GPU, precision="fp16"), "on", VLM, True, "memory.padding_free"),
+        (changed(GPU, attn="eager"), "auto", VLM, False, "eager"),
+        (changed(GPU, precision="fp16"), "auto", VLM, False, "fp16"),
+        (changed(GPU, precision="fp16"), "on", VLM, True, "memory.padding_free"),
         (PLAN, "auto", VLM, False, "CPU"),
         (PLAN, "on", VLM, True, "memory.padding_free"),
         (GPU, "on", Qwen2Config(use_sliding_window=True, max_window_layers=2), False, "sliding_attention"),

@@ -59,7 +59,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
     def predict(plan: Plan, *_: Any, **__: Any) -> Prediction:
         plans.append(plan)
-        return prediction_of(plan.schedule.micro_batch)
+        return prediction_of(plan.memory.micro_batch)
 
     monkeypatch.setattr(predictor, "predict", predict)
     monkeypatch.setattr(predictor, "predict_generation", lambda *_, batch_size, **__: prediction_of(batch_size / 4))
@@ -146,7 +146,7 @@ def test_json_has_the_same_fields_and_the_batch_size_auto_is_what_fits(workspace
 
 def test_all_recipes_are_compared_and_no_plan_is_predicted_twice(workspace: Path, predicted: list[Plan]) -> None:
     text = output_of(*on_gpu("--all", "--gpu", "24GB,8 GB,0.5,RTX 3090"))
-    asked = [repr(replace(plan, recipe="", device=replace(plan.device, memory_gb=None))) for plan in predicted]
+    asked = [repr(replace(plan, name="", device=replace(plan.device, memory_gb=None))) for plan in predicted]
     assert len(asked) == len(set(asked))
     assert all(recipe in text for recipe in trainable_recipes(load_params().on(GPU_PROFILE)))
     header, _, verdicts, sizes, changes, *_ = text.splitlines()

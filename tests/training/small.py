@@ -15,7 +15,7 @@ from stages.core.params.schema import DeviceParams
 from stages.data.conversation import Conversation
 from stages.mixture.trainer import make_trainer
 from stages.models.adapters import apply_recipe, count_trainable
-from stages.models.load import load_config, load_model, whole
+from stages.models.load import full_tensor, load_config, load_model
 from stages.models.prompts import load_processor
 from stages.planning.plan import Plan, Validation
 from stages.planning.resolve import resolve_plan
@@ -57,18 +57,18 @@ def trainer_on(
     base = load_model(
         folder,
         device=DeviceParams(kind="cpu"),
-        precision=plan.precision,
+        precision=plan.memory.precision,
         quantization=plan.quantization,
-        attn=plan.attn,
+        attn=plan.memory.attn,
         padding_free=plan.padding_free,
     )
     base.config.router_aux_loss_coef = aux_loss
-    model = apply_recipe(base, plan.parts, plan.lora, plan.full_targets)
+    model = apply_recipe(base, plan.recipe)
     processor = load_processor(folder, None)
     collator = ConversationCollator(
         *(processor, samples, lambda it: it),
-        loss=plan.loss,
-        max_length=plan.max_length,
+        loss=plan.recipe.loss,
+        max_length=plan.recipe.max_length,
         experts=experts,
         packed_for=load_config(folder) if plan.padding_free else None,
     )
@@ -95,7 +95,7 @@ class TakeGradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        self.gradients = {name: whole(gradient).clone() for name, gradient in named.items()}
+        self.gradients = {name: full_tensor(gradient).clone() for name, gradient in named.items()}
 
 
 class Killed(BaseException):

@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from stages.models.prompts import Processor, load_processor, tokenizer_of
 from stages.planning.plan import Plan
 from stages.training.batches import IGNORED, ConversationCollator, packed
 from stages.training.trainer import RecipeTrainer
+from tests.plans import changed
 from tests.tiny import table_conversation
 from tests.training.small import TakeGradients, plan_for
 
@@ -155,7 +155,7 @@ Step = tuple[float, dict[str, torch.Tensor]]
 
 def one_step(*, micro_batch: int = 8, **settings: Any) -> Plan:
     recipe: Any = {"parts": EVERYTHING, "effective_batch": 8, "epochs": 1, "max_grad_norm": 1e9}
-    return replace(plan_for("r2-vision-only", micro_batch=micro_batch, **recipe), **settings)
+    return changed(plan_for("r2-vision-only", micro_batch=micro_batch, **recipe), **settings)
 
 
 def take(trainer: RecipeTrainer) -> Step:

@@ -18,6 +18,7 @@ from stages.training import features
 from stages.training.batches import FEATURES
 from stages.training.features import frozen_features
 from stages.training.trainer import RecipeTrainer
+from tests.plans import changed
 from tests.training.small import plan_for, weights
 
 IDENTITY = {"base": "a", "data": "b", "plan": "its seed too", "attempt": "0"}
@@ -99,9 +100,9 @@ def test_features_are_shared_if_all_that_they_depend_on_is_equal() -> None:
     plan = plan_for("r1-llm-only")
 
     def digest(identity: dict[str, str] = IDENTITY, **changes: Any) -> str:
-        return features._digest(replace(plan, **changes), identity)
+        return features._digest(changed(plan, **changes), identity)
 
-    assert digest({**IDENTITY, "plan": "of another seed", "attempt": "1"}, recipe="other", seed=7) == digest()
+    assert digest({**IDENTITY, "plan": "of another seed", "attempt": "1"}, name="other", seed=7) == digest()
     others = [digest({**IDENTITY, name: "c"}) for name in ("base", "data")]
     others += [digest(precision="bf16"), digest(quantization="none"), digest(max_length=7)]
     assert len({digest(), *others}) == 1 + len(others)
@@ -139,7 +140,7 @@ def test_only_frozen_towers_within_the_limit_are_planned(
     )
 
     def planned(recipe: str, limit_gb: float = 1.0, **changes: Any) -> int:
-        return predictor.with_features(replace(plan_for(recipe), **changes), limit_gb).features_bytes
+        return predictor.with_features(changed(plan_for(recipe), **changes), limit_gb).features_bytes
 
     size = planned("r1-llm-only")
     tokens = max(int((trainer.data_collator([{"sample": n}])["mm_token_type_ids"] == 1).sum()) for n in range(8))
@@ -148,6 +149,6 @@ def test_only_frozen_towers_within_the_limit_are_planned(
     assert planned("r1-llm-only", limit_gb=size / 1e9) == size
     assert planned("r1-llm-only", limit_gb=(size - 1) / 1e9) == 0
     assert planned("r2-vision-only") == planned("r4-joint") == planned("r1-llm-only", placement="sharded") == 0
-    spread = replace(plan_for("r1-llm-only"), placement="ddp", may_quantize=False, quantization="none")
+    spread = changed(plan_for("r1-llm-only"), placement="ddp", may_quantize=False, quantization="none")
     for rung in rungs(predictor.with_features(spread, 1.0)):
-        assert (rung.placement == "sharded") == (rung.features_bytes == 0)
+        assert (rung.memory.placement == "sharded") == (rung.features_bytes == 0)

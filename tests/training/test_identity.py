@@ -15,6 +15,7 @@ from stages.core.params.schema import DeviceParams
 from stages.planning.plan import Plan
 from stages.training import identity as identity_module
 from stages.training.identity import identity_of
+from tests.plans import changed
 from tests.training.small import plan_for
 
 PLAN = plan_for("r1-llm-only", micro_batch=1)
@@ -38,7 +39,7 @@ def test_the_identity_has_no_path_and_no_name(data_path: Path, tmp_path: Path, m
     moved = data_path.rename(tmp_path / "moved.parquet")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/elsewhere")
-    assert identity(moved, replace(PLAN, recipe="other")) == before
+    assert identity(moved, replace(PLAN, name="other")) == before
 
 
 def imported_file(patch: pytest.MonkeyPatch, path: Path) -> None:
@@ -51,7 +52,7 @@ def imported_file(patch: pytest.MonkeyPatch, path: Path) -> None:
     ("name", "change"),
     [
         ("plan", {"plan": replace(PLAN, seed=43)}),
-        ("plan", {"plan": replace(PLAN, schedule=replace(PLAN.schedule, weight_decay=0.5))}),
+        ("plan", {"plan": changed(PLAN, weight_decay=0.5)}),
         ("attempt", {"attempt": 1}),
         ("base", {"base": replace(BASE, digest="cd" * 32)}),
         ("data", lambda patch, data_path: data_path.write_bytes(b"Samples")),

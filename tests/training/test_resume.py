@@ -41,6 +41,7 @@ from stages.training.resume import (
 )
 from stages.training.trainer import RecipeTrainer
 from tests.mixture.dense import conversation, save_base, save_expert, set_routers
+from tests.plans import changed
 from tests.training.small import At, Killed, kill, log_of, plan_for, trainer_on, validation, weights
 
 EVERY_STEP = CheckpointParams(every_minutes=None, every_steps=1)
@@ -50,7 +51,7 @@ IN_FULL: dict[str, Any] = {"parts": PartsParams(llm="full"), "lora": None, "quan
 FULL = plan_for("r1-llm-only", micro_batch=1, weight_decay=0.1, **IN_FULL)
 """Two epochs of 2 steps of 4 micro-batches."""
 
-LORA = replace(
+LORA = changed(
     plan_for("r4-joint", micro_batch=2, samples=7, part_learning_rates={"vision": 3e-5}, warmup_ratio=0.3),
     precision="fp16",
 )
@@ -266,7 +267,7 @@ def test_fp16_skips_and_counts_a_step_that_overflows_and_can_be_interrupted_afte
         trainer.compute_loss = compute_loss  # type: ignore[method-assign]
         return trainer
 
-    plan, workplace = replace(UNSEEN, precision="fp16"), Workplace(overflowing, tmp_path)
+    plan, workplace = changed(UNSEEN, precision="fp16"), Workplace(overflowing, tmp_path)
     with pytest.raises(SystemExit):
         workplace.train(plan, at=At(3, request_end))
     resumed = workplace.train(plan)
@@ -278,8 +279,8 @@ def test_fp16_skips_and_counts_a_step_that_overflows_and_can_be_interrupted_afte
 
 
 def test_a_killed_training_with_images_and_dropout_on_weights_in_4_bits(build: Build, tmp_path: Path) -> None:
-    assert LORA.lora is not None
-    assert LORA.lora.dropout > 0
+    assert LORA.recipe.lora is not None
+    assert LORA.recipe.lora.dropout > 0
     assert LORA.quantization == "nf4"
     workplace = Workplace(build, tmp_path)
     workplace.interrupt(LORA, at=At(4, kill))
@@ -299,7 +300,7 @@ def test_a_killed_mixture_whose_experts_are_kept_in_balance(text_dir: Path, tmp_
     (tmp_path / "moe").mkdir()
     merge_experts(text_dir, experts, tmp_path / "moe", top_k=2)
     set_routers(tmp_path / "moe", torch.randn(2, 3, 32))
-    plan = replace(FULL, schedule=replace(FULL.schedule, micro_batch=2, grad_accumulation=2))
+    plan = FULL.with_micro_batch(2)
     undisturbed = text_workplace(tmp_path / "moe", tmp_path / "undisturbed").train(plan, ON_SIGNALS)
     assert all("aux_loss" in logs for logs in undisturbed.log if "loss" in logs)
     workplace = text_workplace(tmp_path / "moe", tmp_path / "disturbed")
@@ -463,7 +464,7 @@ def test_moments_of_a_paged_optimizer_stay_in_managed_memory(monkeypatch: pytest
 
     monkeypatch.setattr(after, "get_state_buffer", managed)
     trainer: Any = SimpleNamespace(
-        plan=SimpleNamespace(optimizer="paged_adamw_8bit"),
+        plan=changed(UNSEEN, optimizer="paged_adamw_8bit"),
         optimizer=SimpleNamespace(optimizer=after, param_groups=after.param_groups),
         lr_scheduler=SimpleNamespace(load_state_dict=lambda _: None),
         _restored={"optimizer": before.state_dict(), "scheduler": {}, "scaler": None},

@@ -37,6 +37,7 @@ from stages.training.trainer import (
     check_start,
     training_arguments,
 )
+from tests.plans import changed
 from tests.training.small import PARAMS, log_of, plan_for, validation, weights
 
 Build = Callable[..., RecipeTrainer]
@@ -86,7 +87,7 @@ def test_micro_batches_of_an_effective_batch_follow_one_trajectory(build: Build)
     )
     ends, losses = [], []
     for micro_batch in (16, 2):
-        plan = next(rung for rung in rungs(planned) if rung.schedule.micro_batch == micro_batch)
+        plan = next(rung for rung in rungs(planned) if rung.memory.micro_batch == micro_batch)
         trainer = build(plan)
         collator = trainer.data_collator
         collator.records = [collator.records[index * index % 8] for index in range(24)]
@@ -104,7 +105,7 @@ def test_checkpointing_changes_nothing_but_memory(build: Build, recipe: str) -> 
     """And sends nothing back through a frozen vision tower."""
     ends, needs_gradient = [], set()
     for checkpointing in (False, True):
-        trainer = build(replace(plan_for(recipe, epochs=1), gradient_checkpointing=checkpointing))
+        trainer = build(changed(plan_for(recipe, epochs=1), gradient_checkpointing=checkpointing))
         base = trainer.model.get_base_model() if recipe == "r1-llm-only" else trainer.model
         base.model.visual.blocks[-1].register_forward_hook(lambda *_: needs_gradient.add(_[-1].requires_grad))
         trainer.train()
@@ -175,7 +176,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(("recipe", "product"), [("r2-vision-only", "addmm"), ("r4-joint", "gemm_4bit")])
 def test_products_have_the_plans_precision(build: Build, precision: Any, recipe: str, product: str) -> None:
-    trainer = build(replace(plan_for(recipe, epochs=1, samples=4), precision=precision))
+    trainer = build(changed(plan_for(recipe, epochs=1, samples=4), precision=precision))
     assert (trainer.accelerator.scaler is not None) == (precision == "fp16")
     step, products = trainer.training_step, Products()
 
@@ -249,7 +250,7 @@ def started(tiny_vlm: Path) -> Started:
     def start(recipe: str) -> tuple[nn.Module, Plan]:
         plan = plan_for(recipe)
         model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32")
-        model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
+        model = apply_recipe(model, plan.recipe)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.ones_like(parameter)
@@ -287,7 +288,7 @@ def test_a_run_unlike_its_plan_does_not_start(
     started: Started, spoil: Spoil, changes: dict[str, Any], problem: str
 ) -> None:
     model, plan = started("r1-llm-only")
-    plan = replace(plan, **changes)
+    plan = changed(plan, **changes)
     check_start(model, plan, devices_in_use=1)
     spoil(model)
     with pytest.raises(ContractBreach, match=problem):
@@ -347,7 +348,7 @@ def test_a_gradient_that_is_missing_misplaced_infinite_or_zero_is_a_breach(
 def test_the_first_steps_of_fp16_may_overflow_but_not_forever(started: Started, gradient: float) -> None:
     """GradScaler and clipping by an infinite norm leave these gradients of a step that overflowed."""
     model, plan = started("r1-llm-only")
-    contract = StartContract(replace(plan, precision="fp16"))
+    contract = StartContract(changed(plan, precision="fp16"))
     good = {name: parameter.grad for name, parameter in model.named_parameters()}
     set_gradient("lora", gradient)(model)
     for _ in range(MAX_OVERFLOWS):
@@ -450,8 +451,7 @@ def test_the_largest_samples_go_before_the_untrained_model_is_validated(build: B
 def test_every_step_has_the_rate_of_its_schedule(
     lr_schedule: Literal["constant", "linear", "cosine"], share: Callable[[float], float], tmp_path: Path
 ) -> None:
-    plan = plan_for("r1-llm-only")
-    plan = replace(plan, schedule=replace(plan.schedule, lr_schedule=lr_schedule, num_steps=10, warmup_steps=4))
+    plan = changed(plan_for("r1-llm-only"), lr_schedule=lr_schedule, num_steps=10, warmup_steps=4)
     arguments = training_arguments(plan, str(tmp_path))
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, arguments.get_warmup_steps(10), 10)

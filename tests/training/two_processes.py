@@ -29,7 +29,7 @@ from stages.core.params.schema import CheckpointParams, DeviceParams, LoraParams
 from stages.evaluation.validation import Validator
 from stages.internals.accelerate_internals import reset_accelerator
 from stages.models.adapters import trained_tensors
-from stages.models.load import local, process_mesh
+from stages.models.load import process_mesh, to_local
 from stages.planning.plan import Plan
 from stages.training.checkpoints import kept_checkpoints
 from stages.training.randomness import seed_everything
@@ -38,6 +38,7 @@ from stages.training.resume import SaveInTime, load_state, train_to_the_end
 from stages.training.trainer import ContractBreach, RecipeTrainer, StartContract, check_gradients
 from tests.memory.real_steps import PROCESSES, sharded, trainer_of
 from tests.memory.small import FULL, GATE, LABELS, R1, plan_of
+from tests.plans import changed
 from tests.training.small import At, TakeGradients, validation
 
 # A rank of 1 leaves one of two processes nothing of an adapter's first matrix.
@@ -61,14 +62,9 @@ ON_SIGNALS = CheckpointParams(every_minutes=None)
 
 def plan_for(placement: Literal["ddp", "sharded"]) -> Plan:
     plan = plan_of(micro_batch=1, grad_accumulation=2, **SETTINGS[placement])
-    schedule = replace(plan.schedule, num_steps=4, epochs=2, train_samples=SAMPLES)
-    return replace(
-        plan,
-        placement=placement,
-        device=DeviceParams(kind="cpu", count=2),
-        schedule=schedule,
-        dataloader_workers=1,
-    )
+    device = DeviceParams(kind="cpu", count=2)
+    steps = {"num_steps": 4, "epochs": 2, "train_samples": SAMPLES}
+    return changed(plan, placement=placement, device=device, dataloader_workers=1, **steps)
 
 
 VALIDATED = validation(every_steps=1, samples=3, score_samples=3, by="score", patience=2)
@@ -101,7 +97,7 @@ def plain_loss(model: Any) -> float:
 
 def outcome(trainer: RecipeTrainer) -> dict[str, Any]:
     """This process's part of the outcome, as JSON."""
-    trained = {name: local(each.detach()) for name, each in trainer.model.named_parameters() if each.requires_grad}
+    trained = {name: to_local(each.detach()) for name, each in trainer.model.named_parameters() if each.requires_grad}
     history = trainer.state.log_history
     kept = ("loss", "grad_norm", "mean_token_accuracy", "num_tokens", "entropy", "train_loss")
     return {
@@ -117,7 +113,7 @@ def train(plan: Plan, folder: Path, *, signal_at: int | None = None) -> tuple[in
     trainer = build(plan)
     if signal_at is not None and dist.get_rank() == 1:
         trainer.add_callback(At(signal_at, lambda: signal_this_process_group(trainer)))
-    identity = {"placement": plan.placement}
+    identity = {"placement": plan.memory.placement}
     with kept_checkpoints(folder, identity, keep=2, owner=dist.get_rank() == 0) as checkpoints:
         try:
             train_to_the_end(trainer, checkpoints, ON_SIGNALS)
@@ -168,9 +164,8 @@ def two_steps(name: str, mesh: DeviceMesh | None) -> Mapping[str, torch.Tensor]:
     depend on. No two samples are alike."""
     model_name, settings = TRAINED[name]
     plan = plan_of(**(sharded(settings) if mesh is not None else {**settings, "placement": "single"}))
-    accumulation = 8 // (plan.schedule.micro_batch * plan.device.count)
-    schedule = replace(plan.schedule, num_steps=2, train_samples=16, max_grad_norm=1e9)
-    plan = replace(plan, schedule=replace(schedule, grad_accumulation=accumulation))
+    accumulation = 8 // (plan.memory.micro_batch * plan.device.count)
+    plan = changed(plan, num_steps=2, train_samples=16, max_grad_norm=1e9, grad_accumulation=accumulation)
     trainer = trainer_of(plan, model_name, collator=partial(collate, domains=len(plan.domains)), mesh=mesh)
     trainer.add_callback(taken := TakeGradients())
     trainer.train()
@@ -186,7 +181,7 @@ def breach_of(mesh: DeviceMesh) -> str:
     trainer.model(input_ids=ids, labels=ids).loss.backward()
     check_gradients(trainer.model, plan)
     if mesh.get_rank() == PROCESSES - 1:
-        local(trainer.model.get_decoder().norm.weight.grad).fill_(torch.nan)
+        to_local(trainer.model.get_decoder().norm.weight.grad).fill_(torch.nan)
     try:
         check_gradients(trainer.model, plan)
     except ContractBreach as breach:

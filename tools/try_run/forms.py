@@ -34,7 +34,7 @@ Field = tuple[Literal["image", "line", "text"], str]
 
 def answer_format_of(params: Params, name: str) -> str | None:
     """The answer format of a run: a recipe's is in its plan."""
-    return read_plan(name).answer_format if name in params.recipes else params.subject(name).answer_format
+    return read_plan(name).recipe.answer_format if name in params.recipes else params.subject(name).answer_format
 
 
 def following(question: Conversation, turns: Sequence[tuple[str, str]]) -> Conversation:

@@ -150,22 +150,16 @@ class ImageParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class MemoryParams:
+class StepParams:
+    """The fields of MemoryParams that every step of a training uses as they are."""
+
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Precision of the arithmetic and of frozen weights. Trained weights are always fp32. auto: bf16 on a GPU, fp16 on
     one that is known to have no bf16, fp32 on a CPU."""
-    quantization: Literal["none"] | None = None
-    """none: train every recipe on unquantized weights; null: as the recipe says."""
     micro_batch: Size
     """Samples on one device in one forward pass; gradient accumulation makes up the effective batch."""
     attn: Attention = "auto"
     """auto: torch's own, which has flash-attn's kernels; flash_attention_2 needs an image with flash-attn."""
-    padding_free: PaddingFree = "auto"
-    """Samples of a micro-batch concatenated in one row, without padding. auto: where that is faster; on: wherever it
-    computes the same."""
-    kernels: Kernels = "auto"
-    """auto: norms, gated products and rotations use Liger's kernels on a GPU, and adapters no copies; both round
-    differently."""
     gradient_checkpointing: bool = True
     optimizer: Optimizer = "adamw_torch_fused"
     expandable_segments: bool = False
@@ -174,6 +168,18 @@ class MemoryParams:
     """single: one process on one device. ddp: one process a device, each with the whole model. sharded: one process a
     device, each with its share of every weight, gradient and optimizer state (no nf4; a shardable optimizer). balanced:
     one process with the layers spread over the devices. auto: single on one device, ddp on several."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MemoryParams(StepParams):
+    quantization: Literal["none"] | None = None
+    """none: train every recipe on unquantized weights; null: as the recipe says."""
+    padding_free: PaddingFree = "auto"
+    """Samples of a micro-batch concatenated in one row, without padding. auto: where that is faster; on: wherever it
+    computes the same."""
+    kernels: Kernels = "auto"
+    """auto: norms, gated products and rotations use Liger's kernels on a GPU, and adapters no copies; both round
+    differently."""
     features_gb: Annotated[float, Field(ge=0, le=1e12)] = 50.0
     """Disk for image features, in GB: if vision tower and projector are frozen, features are computed once and kept in
     .bakeoff/features. With 0, or too little for a recipe, each step computes them."""
@@ -272,20 +278,16 @@ class EarlyStoppingParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RecipeParams:
+class LearningParams:
+    """The fields of RecipeParams that a training uses as they are."""
+
     task: Name
-    base: Annotated[str, Field(pattern=r"^((bases|builds)/[^/]{1,100}|runs/[^/]{1,100}/merged)$")]
-    """The folder below data/ to start from: `bases/NAME`, `builds/NAME`, or `runs/RECIPE/merged` to continue another
-    recipe."""
-    data: Name
     answer_format: Name | None = None
     """Format of the answer, if the task has several."""
     template_options: TemplateOptions = Field(default_factory=dict)
     """Options of the base's chat template, in training and wherever the trained model generates, e.g. `enable_thinking:
     true` for answers with thinking. Without it, none."""
     parts: PartsParams
-    quantization: Literal["none", "nf4"] = "none"
-    """nf4: frozen weights in 4 bits with double quantization."""
     lora: LoraParams | None = None
     full_targets: dict[Part, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(default_factory=dict)
     """For parts trained in full, suffixes of the module names to train, like lora.targets; without them the whole part
@@ -294,23 +296,33 @@ class RecipeParams:
     """Training objective. assistant-only, all-tokens: next-token cross-entropy on the answers, or on all text.
     router-labels: cross-entropy of each router of a mixture against the expert of the sample's domain
     (`builds.NAME.experts`)."""
+    effective_batch: Size = 16
+    """Samples in one optimizer step: micro_batch x accumulation x devices."""
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """After the warm-up, to 0 along half a cosine or a line, or constant."""
+    weight_decay: Annotated[float, Field(ge=0, le=1e12)] = 0.0
+    max_grad_norm: Rate = 1.0
+    max_length: Size = 2048
+    """Largest number of tokens of a sample, image tokens included; a longer one is an error. Only a text that the task
+    allows to cut, such as the transcript of a question, is cut to fit; an answer never is."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RecipeParams(LearningParams):
+    base: Annotated[str, Field(pattern=r"^((bases|builds)/[^/]{1,100}|runs/[^/]{1,100}/merged)$")]
+    """The folder below data/ to start from: `bases/NAME`, `builds/NAME`, or `runs/RECIPE/merged` to continue another
+    recipe."""
+    data: Name
+    quantization: Literal["none", "nf4"] = "none"
+    """nf4: frozen weights in 4 bits with double quantization."""
     learning_rate: Rate
     part_learning_rates: dict[Part, Rate] = Field(default_factory=dict)
     """Learning rates of parts that differ from `learning_rate`."""
     epochs: Epochs = 3
     max_steps: Positive | None = None
     """Stop after this number of optimizer steps, before the epochs are over."""
-    effective_batch: Size = 16
-    """Samples in one optimizer step: micro_batch x accumulation x devices."""
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """After the warm-up, to 0 along half a cosine or a line, or constant."""
     warmup_ratio: Share = 0.05
     """Share of the optimizer steps in which the learning rate rises from 0 along a line."""
-    weight_decay: Annotated[float, Field(ge=0, le=1e12)] = 0.0
-    max_grad_norm: Rate = 1.0
-    max_length: Size = 2048
-    """Largest number of tokens of a sample, image tokens included; a longer one is an error. Only a text that the task
-    allows to cut, such as the transcript of a question, is cut to fit; an answer never is."""
     validation: ValidationParams | None = Field(default_factory=ValidationParams)
     """Null: no validation while training."""
     keep: Literal["last", "best"] = "last"

@@ -84,7 +84,7 @@ def test_recipes_are_compared_over_the_seeds_of_the_experiments(run: Any, tmp_pa
         for seed in (42, 43, 44, 45)
     ]
     plan = report_runs_dir(tmp_path / "exp-45", "detection") / "r2-vision-only/plan.yaml"
-    plan.write_text(plan.read_text().replace("recipe: r2-vision-only", "recipe: r0-renamed"))
+    plan.write_text(plan.read_text().replace("name: r2-vision-only", "name: r0-renamed"))
     plan.parent.rename(plan.parent.with_name("r0-renamed"))
     output = run(experiments)
     assert "r4-joint is best: mean IoU 0.7" in output

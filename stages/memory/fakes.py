@@ -1,4 +1,4 @@
-"""Stand-ins for a recorded step: tokenizer and data that are not fetched yet, nf4 weights, Liger's kernels.
+"""Fakes for a recorded step: tokenizer and data that are not fetched yet, nf4 weights, Liger's kernels.
 
 They allocate what the real ones do, keep it as long, and compute nothing.
 """
@@ -22,7 +22,7 @@ from stages.core.params.schema import ImageParams
 from stages.internals.torch_internals import without_modes
 from stages.internals.transformers_internals import become_nf4
 from stages.models import kernels
-from stages.models.folders import STAND_IN_DIR
+from stages.models.folders import FAKE_PROCESSOR_DIR
 from stages.models.load import nf4_config
 from stages.models.prompts import Processor, load_processor, tokenizer_of
 
@@ -30,13 +30,13 @@ ABSMAX_GROUP = 256
 """Scales that share a scale of their own under double quantization (bitsandbytes.functional.quantize_4bit)."""
 
 
-def stand_in_processor(config: PreTrainedConfig, images: ImageParams | None) -> Processor:
+def fake_processor(config: PreTrainedConfig, images: ImageParams | None) -> Processor:
     """A processor for a vision-language model, a tokenizer for a text model."""
-    processor = load_processor(STAND_IN_DIR, images)
+    processor = load_processor(FAKE_PROCESSOR_DIR, images)
     return processor if family_of(config.model_type).vision else tokenizer_of(processor)
 
 
-def stand_in_batch(
+def fake_batch(
     config: PreTrainedConfig, *, micro_batch: int, max_length: int, max_pixels: int | None
 ) -> dict[str, torch.Tensor]:
     """The largest micro-batch within a plan's limits: it needs no data.
@@ -125,7 +125,7 @@ def fill_without_contents(layer: Any) -> None:
 
 
 @contextmanager
-def stand_in_kernels(multiprocessors: int) -> Iterator[None]:
+def fake_kernels(multiprocessors: int) -> Iterator[None]:
     """Models that are given fused kernels (`kernels.fused_kernels`) within the block allocate what those would.
 
     multiprocessors: of the GPU; as many sums of a norm's weight are added up at once.
