@@ -20,8 +20,8 @@ def test_a_recipe_that_overfits_keeps_its_best_weights(tmp_path: Path) -> None:
     tiny["memory"]["micro_batch"] = 10
     tiny["max_epochs"], tiny["validation_limit"] = None, {"samples": 16, "score_samples": 4}
     tiny["evaluation"]["max_new_tokens"] = 48
-    longer = {"epochs": 9, "effective_batch": 10, "learning_rate": 3.0e-4, "lr_schedule": "constant"}
-    raw["recipes"][RECIPE] |= {**longer, "keep": "best", "validation": {"every_steps": 6, "samples": 24}}
+    longer = {"epochs": 18, "effective_batch": 10, "learning_rate": 2.0e-4, "lr_schedule": "constant"}
+    raw["recipes"][RECIPE] |= {**longer, "keep": "best", "validation": {"every_steps": 12, "samples": 24}}
     stages = (("base", "vlm"), ("prepare", "nutrition-tables"), ("plan", RECIPE), ("train", RECIPE))
     folder = made(tmp_path, raw, *stages) / "data/runs" / RECIPE / "training"
     record = json.loads((folder / "training.json").read_text())
@@ -30,8 +30,8 @@ def test_a_recipe_that_overfits_keeps_its_best_weights(tmp_path: Path) -> None:
         for path in (folder / f"plots/metrics/validation/{name}.tsv" for name in ("loss", "score"))
     )
     best = min(losses, key=lambda step: losses[step])
-    assert list(losses) == [0, 6, 12, 18]
-    assert record["kept_step"] == best < record["num_steps"] == 18
+    assert list(losses) == [0, 12, 24, 36]
+    assert record["kept_step"] == best < record["num_steps"] == 36
     assert (record["validation_loss"], record["validation_score"]) == (losses[best], scores[best])
     assert record["validation_split"] == "selection"
-    assert record["final_loss"] < losses[best] < losses[18], "it has not overfitted"
+    assert record["final_loss"] < losses[best] < losses[36], "it has not overfitted"
