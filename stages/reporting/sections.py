@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -37,7 +38,7 @@ MOST_CHANGED = 5
 """Samples of an export that a report shows with their changed completions."""
 TEXT_WIDTH = 120
 """Characters; the width of table.txt."""
-_NOT_SETTINGS = {"recipe", "trainable", "features_bytes"}
+_NOT_SETTINGS = {"name", "trainable", "features_bytes"}
 _MEMORY_KINDS = {
     "cpu_allocated": "tensors on the CPU",
     "cuda_allocated": "tensors on the GPU",
@@ -215,7 +216,8 @@ def design_words(comparison: Comparison) -> list[str]:
     number, unit = comparison.samples_text, "group" if comparison.counts[1] else "sample"
     samples = f"{number}; intervals are {LEVEL:.0%}, paired by {unit}."
     if too_few(*comparison.counts):
-        return [f"{number}: too few for any interval or verdict.", *_run_words(comparison.all_runs), *comparison.notes]
+        limits = [*_run_words(comparison.all_runs), *_batch_words(comparison), *comparison.notes]
+        return [f"{number}: too few for any interval or verdict.", *limits]
     families = [insight.difference.family for insight in comparison.insights if insight.difference]
     if families and comparison.over_seeds:
         samples += (
@@ -317,9 +319,9 @@ def fairness(comparison: Comparison) -> str:
 
 
 def plan_settings(plan: Plan) -> dict[str, str]:
-    """Every setting of a plan by dotted path, without its name and what is derived."""
-    settings = {key: value for key, value in asdict(plan).items() if key not in _NOT_SETTINGS}
-    return {path: _setting_text(value) for path, value in flattened(settings)}
+    """Every setting of a plan by the path that params.yaml has in a recipe or in `memory`, without what is derived."""
+    settings = flattened({key: value for key, value in asdict(plan).items() if key not in _NOT_SETTINGS})
+    return {re.sub(r"^(recipe|memory)\.", "", path): _setting_text(value) for path, value in settings}
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

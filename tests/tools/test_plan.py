@@ -201,7 +201,7 @@ def test_with_base_and_data_it_predicts_what_the_plan_stage_does(workspace: Path
         (["r1-llm-only", "--set", "profiles.tiny.bases.vlm=folder:data/tiny/qwen2"], r"boxes.* the base is a qwen2$"),
         (
             ["amr-baseline", "--set", "profiles.tiny.bases.llm=folder:data/tiny/qwen2-vl"],
-            r"text.* the base is a qwen2_vl$",
+            r"text models; the base, a qwen2_vl, is trained with images$",
         ),
         (["r1-llm-only", "--profile", GPU_PROFILE, "--gpu", "24,48"], r"at most one GPU.*--all"),
         (["r1-llm-only", "--profile", GPU_PROFILE, "--gpu", "RTX 309"], r"no card is called 'RTX 309'.*'RTX 3090'"),
