@@ -89,7 +89,8 @@ def test_it_has_exactly_the_locked_packages(image: str) -> None:
     python, *lines = listed.splitlines()
     installed = {canonicalize_name(name): version for name, version in (line.split() for line in lines)}
     here = WheelPlatform(python=python, glibc="2.36", machine=platform.machine())
-    locked = dict(pin.split("==") for pin in read_lock(ROOT / "docker/cpu.lock", here))
+    locks = (read_lock(ROOT / f"docker/{name}.lock", here) for name in ("cpu", "llamacpp"))
+    locked = dict(pin.split("==") for lock in locks for pin in lock)
     assert installed == locked | {"torch": cpu_torch(ROOT)}
 
 
