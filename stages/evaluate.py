@@ -170,12 +170,12 @@ def rebatched(
     generator: TextGenerator, records: Sequence[Any], questions: Sequence[Conversation], task: Task, scored: Scored
 ) -> dict[str, Any]:
     """The changes that half the batch brings: in 16 bits a completion depends on the others in its batch."""
-    other = replace(generator, batch_size=min(generator.batch_size, len(records)) // 2 or 2)
-    again = score_completions(other, records, questions, task.scoring, **task.models)
-    same = sum(one == other for one, other in zip(scored.completions, again.completions, strict=True))
+    halved = replace(generator, batch_size=min(generator.batch_size, len(records)) // 2 or 2)
+    again = score_completions(halved, records, questions, task.scoring, **task.models)
+    same = sum(before == after for before, after in zip(scored.completions, again.completions, strict=True))
     metrics = {key: again.metrics[key] for key in task.scoring.SUMMARY if isinstance(again.metrics.get(key), float)}
-    found = metrics | {"batch_size": other.batch_size, "changed": 1 - same / len(records)}
-    return {f"{REBATCHED}{key}": value for key, value in found.items()}
+    metrics |= {"batch_size": halved.batch_size, "changed": 1 - same / len(records)}
+    return {f"{REBATCHED}{key}": value for key, value in metrics.items()}
 
 
 def evaluate_gguf(

@@ -331,6 +331,16 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[in
     return tokenizer.decode(ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
+def complete_length(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int], complete: Callable[[str], bool] | None
+) -> int:
+    """The tokens of another engine's completion up to where our own model would end it. complete: as
+    `completeness_test` returns it."""
+    lengths = range(1, len(ids)) if complete else ()
+    wholes = (length for length in lengths if complete and complete(decoded(tokenizer, ids[:length], ends)))
+    return next(wholes, len(ids))
+
+
 def longest_first(conversations: Sequence[Conversation], batch_size: int) -> list[list[int]]:
     """Batches of indices. Within a batch there is little padding, and the first takes the most memory.
 

@@ -24,7 +24,7 @@ from stages.core.environment import usable_cores
 from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import EvaluationParams
 from stages.data.conversation import Conversation
-from stages.evaluation.generate import completeness_test, decoded
+from stages.evaluation.generate import complete_length, completeness_test, decoded
 from stages.evaluation.likelihood import AnswerLikelihood
 from stages.models.prompts import Processor, encode, end_tokens, load_processor, tokenizer_of
 
@@ -69,14 +69,10 @@ class LlamaCpp:
         tokenizer = tokenizer_of(self.processor)
         ends = end_tokens(tokenizer)
         complete = completeness_test(self.samples, self.answer_format)
-
-        def text_of(tokens: list[int]) -> str:
-            # A task's test ends a completion where it does while our own model generates.
-            texts = (decoded(tokenizer, tokens[:length], ends) for length in range(1, len(tokens) if complete else 1))
-            whole = next((text for text in texts if complete and complete(text)), None)
-            return decoded(tokenizer, tokens, ends) if whole is None else whole
-
-        return [text_of(tokens) for tokens in self.tokens(questions)]
+        return [
+            decoded(tokenizer, tokens[: complete_length(tokenizer, tokens, ends, complete)], ends)
+            for tokens in self.tokens(questions)
+        ]
 
     def tokens(self, questions: Sequence[Conversation]) -> list[list[int]]:
         """Token ids of each completion, the end of its turn included, as far as llama.cpp generated it."""
@@ -177,11 +173,8 @@ def _log_prob_of(reported: dict[str, Any], likeliest: dict[str, Any]) -> float:
     return UNDERFLOW if reported["logprob"] is None else float(reported["logprob"])
 
 
-def _request(url: str, content: dict[str, Any]) -> Request:
-    assert url.startswith("http://127.0.0.1:"), url
-    return Request(url, data=json.dumps(content).encode(), headers={"Content-Type": "application/json"})
-
-
 def _post(url: str, content: dict[str, Any]) -> Any:
-    with urlopen(_request(url, content)) as response:
+    assert url.startswith("http://127.0.0.1:"), url
+    request = Request(url, data=json.dumps(content).encode(), headers={"Content-Type": "application/json"})
+    with urlopen(request) as response:
         return json.load(response)

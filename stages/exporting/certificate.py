@@ -11,9 +11,10 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.errors import UserError, bytes_text, join_truncated, pluralize
-from stages.core.lineage import Lineage, short, verified_lineage
-from stages.core.records import STRICT_OR_NAN, StageFile, rebuild
+from stages.core.errors import bytes_text, join_truncated, pluralize
+from stages.core.lineage import Lineage
+from stages.core.records import STRICT_OR_NAN
+from stages.models.certificate import Certificate, made_model, require_certified
 
 TOLERANCE = {"f16": 0.5, "q8_0": 0.57, "q4_0": 1.01}
 """Largest deviation of a weight, in steps of the quantization (`deviation`). Rounding to the nearest is off by half of
@@ -22,7 +23,7 @@ one."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
-class ExportCertificate(StageFile):
+class ExportCertificate(Certificate):
     export: str
     exported_digest: str
     """Content digest of the export's folder."""
@@ -56,17 +57,7 @@ def exported_model(name: str) -> tuple[Path, Lineage, ExportCertificate]:
 
     Raises UserError if the folder is missing or has changed, or the certificate is not of its content.
     """
-    folder, fix = Path("data/exports") / name, rebuild(f"export@{name}")
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not there; make it with: dvc repro export@{name}")
-    lineage = verified_lineage(folder, fix=fix)
+    stage = f"export@{name}"
+    folder, lineage = made_model(Path("data/exports") / name, stage)
     path = folder.with_name(f"{name}.json")
-    certificate = ExportCertificate.read(path, fix=fix)
-    if certificate.exported_digest != lineage.digest:
-        raise UserError(
-            f"{path} certifies {short(certificate.exported_digest)}, but the folder holds {short(lineage.digest)}; "
-            f"rebuild it with: {fix}"
-        )
-    if problems := certificate.problems():
-        raise UserError(f"{path} records a failed export: {'; '.join(problems)}; rebuild it with: {fix}")
-    return folder, lineage, certificate
+    return folder, lineage, require_certified(ExportCertificate, path, lineage, stage=stage)

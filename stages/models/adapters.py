@@ -110,9 +110,11 @@ def _full_parameters(
 ) -> set[str]:
     """Names of the parameters that are trained in full. Raises UserError for a target without any."""
     found: set[str] = set()
+    if not parts.trained("full"):
+        return found
+    # Loading makes all parameters trainable, also those that the class corrects by rules of its own.
+    corrected = {name for name, each in meta_model(model.config).named_parameters() if not each.requires_grad}
     for part in parts.trained("full"):
-        # Loading makes all parameters trainable, also those that the class corrects by rules of its own.
-        corrected = {name for name, each in meta_model(model.config).named_parameters() if not each.requires_grad}
         names = [
             name
             for name, _ in model.named_parameters()

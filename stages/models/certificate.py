@@ -6,8 +6,9 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import AliasChoices, Field
 from pydantic.dataclasses import dataclass
@@ -23,6 +24,22 @@ log = logging.getLogger(__name__)
 # all that was trained. Merging changes the order of additions (fp32), and rounds the merged weights once more (fp16: 11
 # bits of mantissa, bf16: 8, where a rank of 64 changes a weight by little more than its rounding).
 TOLERANCE = {"fp32": 1e-2, "fp16": 1e-1, "bf16": 5e-1}
+
+
+class Certificate(StageFile):
+    """A file that certifies a folder by its content."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Content digest of the folder."""
+
+    @abstractmethod
+    def problems(self) -> list[str]:
+        """Whatever speaks against the folder."""
+
+
+C = TypeVar("C", bound=Certificate)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
@@ -50,7 +67,7 @@ class QuantizationCost:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
-class MergeCertificate(StageFile):
+class MergeCertificate(Certificate):
     recipe: str
     merged_digest: str
     """Content digest of the merged folder, with or without its weights (models.keep_merged)."""
@@ -98,17 +115,22 @@ class MergeCertificate(StageFile):
         return found
 
 
-def require_certificate(path: Path, merged: Lineage) -> None:
-    """Raises UserError unless `path` certifies exactly the content that `merged` records."""
-    fix = rebuild(f"merge@{merged.name}")
-    certificate = MergeCertificate.read(path, fix=fix)
-    if certificate.merged_digest != merged.digest:
+def require_certified(kind: type[C], path: Path, lineage: Lineage, *, stage: str) -> C:
+    """The certificate in `path`. Raises UserError unless it certifies exactly the content that `lineage` records.
+
+    stage: the one that made both, such as merge@r4-joint.
+    """
+    fix = rebuild(stage)
+    certificate = kind.read(path, fix=fix)
+    if certificate.digest != lineage.digest:
         raise UserError(
-            f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; "
+            f"{path} certifies {short(certificate.digest)}, but the folder holds {short(lineage.digest)}; "
             f"rebuild it with: {fix}"
         )
     if problems := certificate.problems():
-        raise UserError(f"{path} records a failed merge: {'; '.join(problems)}; rebuild it with: {fix}")
+        made = stage.partition("@")[0]
+        raise UserError(f"{path} records a failed {made}: {'; '.join(problems)}; rebuild it with: {fix}")
+    return certificate
 
 
 def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
@@ -125,8 +147,9 @@ def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
         if answers := params.baselines[name].answers:
             raise UserError(f"{name} has no model: it is the file {answers}")
         return base_model(params.baselines[name].base)
-    folder, lineage = _model(Path("data/runs") / name / "merged", f"merge@{name}")
-    require_certificate(folder.parent / "merge.json", lineage)
+    stage = f"merge@{name}"
+    folder, lineage = made_model(Path("data/runs") / name / "merged", stage)
+    require_certified(MergeCertificate, folder.parent / "merge.json", lineage, stage=stage)
     return folder, lineage
 
 
@@ -135,10 +158,11 @@ def base_model(base: str) -> tuple[Path, Lineage]:
 
     Raises UserError if the folder is missing or has changed.
     """
-    return _model(Path("data") / base, made_by(base))
+    return made_model(Path("data") / base, made_by(base))
 
 
-def _model(folder: Path, stage: str) -> tuple[Path, Lineage]:
+def made_model(folder: Path, stage: str) -> tuple[Path, Lineage]:
+    """The folder that a stage made, and its lineage. Raises UserError if it is missing or has changed."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not there; make it with: dvc repro {stage}")
     lineage = verified_lineage(folder, fix=rebuild(stage))

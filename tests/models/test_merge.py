@@ -23,7 +23,7 @@ from stages.models.adapters import (
     trained_modules,
     trained_tensors,
 )
-from stages.models.certificate import TOLERANCE, MergeCertificate, QuantizationCost, require_certificate
+from stages.models.certificate import TOLERANCE, MergeCertificate, QuantizationCost, require_certified
 from stages.models.load import DTYPES, load_model
 from stages.models.merge import (
     changed_modules,
@@ -147,16 +147,16 @@ def test_only_the_certificate_of_this_content_is_accepted(tmp_path: Path) -> Non
     path = tmp_path / "r1/merge.json"
     good = replace(CERTIFICATE, merged_digest=merged.digest)
     with pytest.raises(UserError, match=r"is missing.*dvc repro -f -s merge@r1"):
-        require_certificate(path, merged)
+        require_certified(MergeCertificate, path, merged, stage="merge@r1")
     good.write(path)
-    require_certificate(path, merged)
+    require_certified(MergeCertificate, path, merged, stage="merge@r1")
     for certificate, reason in (
         (CERTIFICATE, "certifies 000000000000, but the folder holds"),
         (replace(good, logit_deviation=1.0), "records a failed merge: logits deviate"),
     ):
         certificate.write(path)
         with pytest.raises(UserError, match=reason):
-            require_certificate(path, merged)
+            require_certified(MergeCertificate, path, merged, stage="merge@r1")
 
 
 def test_a_certificate_with_the_earlier_name_of_a_count_is_read(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from stages.core.records import STRICT_OR_NAN, StageFile
 from stages.core.signals import end_with_parent
 from stages.data.conversation import Conversation
 from stages.data.images import ImageRecord
-from stages.evaluation.generate import TextGenerator, decoded
+from stages.evaluation.generate import TextGenerator, complete_length, decoded
 from stages.evaluation.vllm.environment import WORKER, Installed, engine_options, installed
 from stages.models.prompts import Processor, encode, end_tokens, load_processor, rendered, shortened, tokenizer_of
 from stages.planning.memory_use import says_out_of_memory
@@ -283,12 +283,8 @@ def _run_worker(environment: Installed, folder: Path) -> tuple[int, str]:
 
 def _cut(completion: Completion, generator: TextGenerator, ends: set[int]) -> Completion:
     """The completion up to where our own model would end it."""
-    if (complete := generator.complete) is None:
-        return completion
-    tokenizer, tokens = tokenizer_of(generator.processor), completion.tokens
-    texts = (decoded(tokenizer, tokens[:length], ends) for length in range(1, len(tokens)))
-    length = next((length for length, text in enumerate(texts, start=1) if complete(text)), None)
-    return replace(completion, tokens=tokens[:length], log_probs=completion.log_probs[:length])
+    length = complete_length(tokenizer_of(generator.processor), completion.tokens, ends, generator.complete)
+    return replace(completion, tokens=completion.tokens[:length], log_probs=completion.log_probs[:length])
 
 
 @dataclass(frozen=True, kw_only=True)
