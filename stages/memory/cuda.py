@@ -132,6 +132,13 @@ def dequantized_bytes(func: Any, args: Any) -> int:
     return rows * columns * args[0].element_size() + rows * columns // args[4] * 4
 
 
+def cpu_bytes(func: Any, args: Any) -> int:
+    """Memory that an operation takes beside its result on a CPU: of Lion's step the gradient, the update and its sign
+    (bitsandbytes/backends/cpu)."""
+    is_step = func.__name__.startswith("optimizer_update_32bit")
+    return 3 * int(args[1].nbytes) if is_step else dequantized_bytes(func, args)
+
+
 def _attention(*, flash_only: bool) -> Callable[..., torch.Tensor]:
     def attention(
         query: torch.Tensor,

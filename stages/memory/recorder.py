@@ -38,7 +38,7 @@ from stages.internals.torch_internals import (
 )
 from stages.internals.trl_internals import LOSS_TILE
 from stages.memory.allocator import CachingAllocator, rounded_bytes
-from stages.memory.cuda import cuda_semantics, dequantized_bytes, hidden_bytes
+from stages.memory.cuda import cpu_bytes, cuda_semantics, hidden_bytes
 from stages.planning.cards import MULTIPROCESSORS, multiprocessors
 from stages.planning.prediction import Budget, Phase
 
@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
             self._relabel_messages(tensors)
         # Allocated beside the output, which exists before the kernel ends.
         on_cuda, sms = self.recording.cuda, self._multiprocessors
-        if hidden := hidden_bytes(func, args, sms) if on_cuda else dequantized_bytes(func, args):
+        if hidden := hidden_bytes(func, args, sms) if on_cuda else cpu_bytes(func, args):
             storage = self.add(hidden, "temporaries")
             storage.died = self._tick()
         self.recording.flops += flops_of(func, args, kwargs, output)

@@ -38,18 +38,21 @@ def resolve_plan(
 
     train_samples: number of training samples in the prepared data. has_selection: whether that has a selection split.
     instructions: this environment's.
-    Raises UserError if the effective batch is not divisible by what the devices take at once.
+    Raises UserError if the effective batch is not divisible by what the devices take at once, or the training has too
+    few steps for its schedule.
     """
     recipe, profile = params.recipe(name), params.active
+    memory = _base_fields(StepParams, profile.memory)
     quantization = profile.memory.quantization or recipe.quantization
     schedule = _schedule(recipe, profile, train_samples, _grad_accumulation(params, name))
+    _require_steps(name, recipe, schedule)
     return Plan(
         name=name,
         profile=params.profile,
         base_dir=f"data/{recipe.base}",
         data_dir=f"data/prepared/{recipe.data}",
         recipe=_base_fields(LearningParams, recipe),
-        memory=_base_fields(StepParams, profile.memory),
+        memory=replace(memory, optimizer=recipe.optimizer or memory.optimizer),
         device=profile.device,
         images=profile.images,
         dataloader_workers=profile.dataloader_workers,
@@ -92,8 +95,27 @@ def _schedule(recipe: RecipeParams, profile: ProfileParams, train_samples: int, 
         epochs=epochs,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
-        warmup_steps=ceil(num_steps * recipe.warmup_ratio),
+        warmup_steps=_warmup_steps(recipe, num_steps),
         learning_rates={part: rate * profile.learning_rate_scale for part, rate in rates.items()},
+    )
+
+
+def _warmup_steps(recipe: RecipeParams, num_steps: int) -> int:
+    if recipe.warmup_steps is not None:
+        return recipe.warmup_steps
+    return ceil(num_steps * (0.05 if recipe.warmup_ratio is None else recipe.warmup_ratio))
+
+
+def _require_steps(name: str, recipe: RecipeParams, schedule: Schedule) -> None:
+    """Raises UserError if warm-up and decay take more steps than there are, or the warm-up all of them."""
+    warmup, num_steps, options = schedule.warmup_steps, schedule.num_steps, recipe.lr_schedule_options
+    decay = options.decay_steps(num_steps) if options else 0
+    if (recipe.warmup_steps is None and options is None) or warmup + max(1, decay) <= num_steps:
+        return
+    falling = f", and a decay of {decay}" * (decay > 0)
+    raise UserError(
+        f"recipes.{name} has a warm-up of {warmup} steps{falling}, but its training has {num_steps}; lower "
+        "warmup_steps or warmup_ratio" + ", or lr_schedule_options.decay_ratio" * (decay > 0)
     )
 
 

@@ -77,7 +77,7 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
         if trainer.best_step() is None:
             raise UserError(
                 f"recipe {trainer.plan.name}: training diverged at step {ended}/{num_steps}; lower its "
-                "learning_rate, raise its warmup_ratio, or let it keep: best"
+                "learning_rate, lengthen its warm-up, or let it keep: best"
             )
     elif ended != num_steps and not stopped:
         raise UserError(f"training stopped at step {ended}/{num_steps}")

@@ -28,7 +28,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import SFTConfig, SFTTrainer
 
 from stages.core.errors import UserError
-from stages.core.params.schema import Part
+from stages.core.params.schema import LrSchedule, Part
 from stages.internals.accelerate_internals import use_fp16_on_cpu
 from stages.internals.torch_internals import cpu_peak
 from stages.internals.trl_internals import metric_sums, set_metric_sums, set_token_count
@@ -38,6 +38,8 @@ from stages.models.prompts import Processor
 from stages.planning.memory_use import GpuUse
 from stages.planning.plan import Plan
 from stages.training.batches import FEATURES, IGNORED
+from stages.training.muon import MUON, MuonWithAdamW, hidden_matrices
+from stages.training.noise import noisy_embeddings
 from stages.training.randomness import random_state, set_random_state
 from stages.training.records import LOSS, SCORE, best_step, is_over
 from stages.training.resume import ResumableTrainer
@@ -94,8 +96,9 @@ class RecipeTrainer(ResumableTrainer):
         if (features := inputs.pop(FEATURES, None)) is not None:
             inputs["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=(features,))}
         num_items = num_items_in_batch.to(self.model.get_output_embeddings().weight.device)
-        tokens_before = metric_sums(self)["tokens"]
-        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items)
+        tokens_before, alpha = metric_sums(self)["tokens"], self.plan.recipe.neftune_alpha
+        with noisy_embeddings(self.model, inputs, alpha) if alpha and self.model.training else nullcontext():
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items)
         if "attention_mask" not in inputs:  # SFTTrainer counts the rows of Qwen2-VL's positions
             tokens = torch.tensor(inputs["input_ids"].shape[1], device=self.args.device)
             set_token_count(self, tokens_before + self.accelerator.reduce(tokens, "sum").item())
@@ -110,20 +113,25 @@ class RecipeTrainer(ResumableTrainer):
         return loader
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The planned optimizer, one parameter group for each part, with and without weight decay."""
+        """The planned optimizer, one parameter group for each part, with and without weight decay, and of Muon also one
+        for the weights that are AdamW's."""
         if self.optimizer is None:  # type: ignore[has-type]
             model, rates = model or self.model, self.plan.schedule.learning_rates
             weight_decay = self.plan.recipe.weight_decay
             decayed = set(self.get_decay_parameter_names(model))
-            groups: dict[tuple[Part, bool], list[nn.Parameter]] = {}
+            by_muon = hidden_matrices(model) if self.plan.memory.optimizer == "muon" else set()
+            groups: dict[tuple[Part, bool, bool], list[nn.Parameter]] = {}
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    groups.setdefault((part_of(name), name in decayed), []).append(parameter)
+                    group = (part_of(name), name in decayed, name in by_muon)
+                    groups.setdefault(group, []).append(parameter)
             settings = [
-                {"params": parameters, "lr": rates[part], "weight_decay": weight_decay if decay else 0.0}
-                for (part, decay), parameters in groups.items()
+                {"params": parameters, "lr": rates[part], "weight_decay": weight_decay if decay else 0.0, MUON: muon}
+                for (part, decay, muon), parameters in groups.items()
             ]
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+            if self.plan.memory.optimizer == "muon":
+                optimizer_class = MuonWithAdamW
             self.optimizer = optimizer_class(settings, **options)
         return self.optimizer
 
@@ -199,10 +207,12 @@ def training_arguments(plan: Plan, output_dir: str, **more: Any) -> SFTConfig:
         learning_rate=max(schedule.learning_rates.values()),
         # transformers' `constant` would ignore the warm-up.
         lr_scheduler_type="constant_with_warmup" if recipe.lr_schedule == "constant" else recipe.lr_schedule,
+        lr_scheduler_kwargs=scheduler_options(plan),
         warmup_steps=schedule.warmup_steps,
         weight_decay=recipe.weight_decay,
         max_grad_norm=recipe.max_grad_norm,
-        optim=memory.optimizer,
+        optim="adamw_torch_fused" if memory.optimizer == "muon" else memory.optimizer,
+        adam_beta2=0.99 if memory.optimizer == "lion_32bit" else 0.999,  # Lion's own (arXiv 2302.06675)
         seed=plan.seed,
         data_seed=plan.seed,
         use_cpu=not plan.on_gpu,
@@ -230,6 +240,20 @@ def training_arguments(plan: Plan, output_dir: str, **more: Any) -> SFTConfig:
         disable_tqdm=True,  # progress_callback shows it
         **more,
     )
+
+
+def scheduler_options(plan: Plan) -> dict[str, float]:
+    """Arguments of the schedule in transformers/optimization.py, beside its numbers of steps."""
+    options, schedule = plan.recipe.lr_schedule_options, plan.schedule
+    if options is None:
+        return {}
+    least = options.min_lr_ratio or 0.0
+    own: dict[LrSchedule, dict[str, float]] = {
+        "cosine_with_min_lr": {"min_lr_rate": least},
+        "polynomial": {"lr_end": least * max(schedule.learning_rates.values()), "power": options.power or 0.0},
+        "warmup_stable_decay": {"min_lr_ratio": least, "num_decay_steps": options.decay_steps(schedule.num_steps)},
+    }
+    return own.get(plan.recipe.lr_schedule, {})
 
 
 class SortedInSteps(Sampler[int]):

@@ -195,6 +195,9 @@ def test_optimizers_take_what_they_take_on_cuda() -> None:
     assert foreach["optimizer"] == states
     # 8 bits for 32, a scale for 256 of them, and small tensors stay as they are.
     assert shrunk["optimizer"] == pytest.approx(states / 4 * (1 + 4 / 256), rel=0.02)
+    lion = peaks_of(**FULL, optimizer="lion_32bit")["step"]
+    assert lion["optimizer"] == pytest.approx(states / 2, rel=0.01)
+    assert lion["temporaries"] < 0.02 * states, "a CPU's step has some"
 
 
 WAITS = {

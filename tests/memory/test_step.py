@@ -19,7 +19,9 @@ from tests.memory.small import ALL, FULL, GATE, LABELS, R1, R4, peak_bytes, plan
 
 BF16, CHECKPOINTED = {"precision": "bf16"}, {"gradient_checkpointing": True}
 NF4, FUSED = {"quantization": "nf4"}, {"optimizer": "adamw_torch_fused"}
-PACKED = {"padding_free": True}
+PACKED, NOISE = {"padding_free": True}, {"neftune_alpha": 5.0}
+# So little of a batch that the optimizer's step is the peak.
+SHORT = {"micro_batch": 1, "grad_accumulation": 1, "max_length": 16}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1, fp16": ("detection", {**R1, "precision": "fp16"}),
     "detection r1, nf4, checkpointed": ("detection", {**R1, **NF4, **CHECKPOINTED}),
@@ -32,6 +34,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "text full, packed, long": ("text", {**FULL, **PACKED, "max_length": 256, "micro_batch": 4}),
     "moe full, bf16, packed": ("moe", {**FULL, **BF16, **PACKED}),
     "moe router labels, bf16, packed": ("moe", {**LABELS, **BF16, **PACKED}),
+    "text full, Lion": ("text", {**FULL, **SHORT, "optimizer": "lion_32bit"}),
+    "text full, Adafactor": ("text", {**FULL, **SHORT, "optimizer": "adafactor"}),
+    "text full, Muon": ("text", {**FULL, **SHORT, "optimizer": "muon"}),
+    "detection r4, nf4, bf16, Muon, noise": ("detection", {**R4, **NF4, **BF16, "optimizer": "muon", **NOISE}),
+    "text full, packed, noise": ("text", {**FULL, **PACKED, **NOISE}),
     "detection r4, bf16, checkpointed, sharded": ("detection", sharded({**R4, **BF16, **CHECKPOINTED})),
     "detection, all of it, sharded": ("detection", sharded(ALL)),
     "moe full, sharded": ("moe", sharded({**FULL, "max_length": 32})),

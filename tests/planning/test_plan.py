@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
-from stages.core.params.schema import DeviceParams, Params, ValidationParams
+from stages.core.params.schema import DeviceParams, Params, ScheduleOptions, ValidationParams
 from stages.models.load import load_config
 from stages.planning.plan import Plan, Validation, read_plan
 from stages.planning.resolve import resolve_plan, without_padding
@@ -110,6 +110,36 @@ def test_the_effective_batch_is_kept_and_every_sample_is_seen(
     assert (schedule.steps_per_epoch - 1) * effective < samples <= schedule.steps_per_epoch * effective
     assert schedule.num_steps <= (max_steps or schedule.num_steps)
     assert 0 <= schedule.warmup_steps <= schedule.num_steps
+
+
+def test_the_warm_up_is_a_number_of_steps_or_a_share_of_them() -> None:
+    def steps(**changes: Any) -> int:
+        return resolve_plan(with_changes(changes), "r1-llm-only", train_samples=320).schedule.warmup_steps
+
+    assert [steps(), steps(warmup_ratio=0.0), steps(warmup_ratio=0.5), steps(warmup_steps=7)] == [3, 0, 30, 7]
+
+
+def test_a_schedule_that_takes_more_steps_than_there_are_is_refused() -> None:
+    decaying: dict[str, Any] = {"lr_schedule": "warmup_stable_decay", "epochs": 1, "warmup_steps": 15}
+    for changes, problem in (
+        ({"warmup_steps": 60}, "has a warm-up of 60 steps, but its training has 60; lower warmup_steps"),
+        (
+            decaying | {"lr_schedule_options": ScheduleOptions(min_lr_ratio=0.0, decay_ratio=0.26)},
+            "a warm-up of 15 steps, and a decay of 6, but its training has 20; lower warmup_steps or .*decay_ratio",
+        ),
+    ):
+        with pytest.raises(UserError, match=problem):
+            resolve_plan(with_changes(changes), "r1-llm-only", train_samples=320)
+    fitting = decaying | {"lr_schedule_options": ScheduleOptions(min_lr_ratio=0.0, decay_ratio=0.25)}
+    assert resolve_plan(with_changes(fitting), "r1-llm-only", train_samples=320).schedule.num_steps == 20
+
+
+def test_a_recipes_optimizer_goes_before_the_profiles() -> None:
+    def optimizer(wanted: Any) -> str:
+        params = with_changes({"optimizer": wanted}, optimizer="adamw_torch")
+        return resolve_plan(params, "r1-llm-only", train_samples=320).memory.optimizer
+
+    assert (optimizer(None), optimizer("muon")) == ("adamw_torch", "muon")
 
 
 def test_a_profile_limits_the_epochs_of_longer_recipes() -> None:

@@ -211,6 +211,29 @@ def test_the_best_weights_are_kept_though_it_is_killed_and_loses_them(
     assert f"{killed.checkpoints.at(2) / 'process-0.pt'} differs" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "variant", [{"optimizer": "lion_32bit"}, {"optimizer": "muon"}, {"optimizer": "adafactor"}, {"neftune_alpha": 5.0}]
+)
+def test_a_variant_killed_in_an_epoch_and_at_its_end(
+    workplace: Workplace, text_dir: Path, tmp_path: Path, undisturbed: Outcome, variant: dict[str, Any]
+) -> None:
+    plan = changed(FULL, **variant)
+    calm = text_workplace(text_dir, tmp_path / "calm").train(plan, ON_SIGNALS)
+    assert calm.trace[-1] != undisturbed.trace[-1]
+    for step in (2, 4):
+        workplace.interrupt(plan, at=At(step, kill))
+    workplace.train(plan).assert_same(calm)
+
+
+def test_validation_has_no_noise_and_draws_none(text_dir: Path, tmp_path: Path) -> None:
+    noisy = changed(VALIDATED, neftune_alpha=5.0)
+    plans = {"plain": VALIDATED, "noisy": noisy, "unseen": replace(noisy, validation=None)}
+    outcomes = {name: text_workplace(text_dir, tmp_path / name).train(plan, ON_SIGNALS) for name, plan in plans.items()}
+    untrained = {name: outcome.log[0].get("eval_loss") for name, outcome in outcomes.items()}
+    assert untrained["noisy"] == untrained["plain"] is not None
+    assert outcomes["noisy"].trace == outcomes["unseen"].trace != outcomes["plain"].trace
+
+
 @pytest.mark.parametrize("end", [kill, request_end])
 def test_it_stops_early_and_does_not_go_on_when_resumed(
     text_dir: Path, tmp_path: Path, undisturbed: Outcome, end: Callable[[], None]

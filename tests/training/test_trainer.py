@@ -8,23 +8,25 @@ from dataclasses import asdict, replace
 from itertools import chain
 from math import cos, pi
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader, skip_first_batches
 from torch import nn
+from torch.optim import AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, get_scheduler
 
 from stages.core.errors import UserError
-from stages.core.params.schema import CheckpointParams, DeviceParams
+from stages.core.params.schema import CheckpointParams, DeviceParams, LrSchedule, PartsParams, ScheduleOptions
 from stages.models.adapters import apply_recipe, count_trainable, part_of
 from stages.models.load import check_placement, load_model
 from stages.planning.ladder import rungs
 from stages.planning.plan import Plan
 from stages.training.checkpoints import kept_checkpoints
+from stages.training.muon import MuonWithAdamW
 from stages.training.records import LOSS, TrainingSummary
 from stages.training.resume import train_to_the_end
 from stages.training.trainer import (
@@ -440,24 +442,72 @@ def test_the_largest_samples_go_before_the_untrained_model_is_validated(build: B
     assert seen.count("validation") == 2
 
 
-@pytest.mark.parametrize(
-    ("lr_schedule", "share"),
-    [
-        ("constant", lambda _: 1.0),
-        ("linear", lambda progress: 1.0 - progress),
-        ("cosine", lambda progress: (1.0 + cos(pi * progress)) / 2),
-    ],
-)
-def test_every_step_has_the_rate_of_its_schedule(
-    lr_schedule: Literal["constant", "linear", "cosine"], share: Callable[[float], float], tmp_path: Path
-) -> None:
-    plan = changed(plan_for("r1-llm-only"), lr_schedule=lr_schedule, num_steps=10, warmup_steps=4)
+def half_cosine(progress: float) -> float:
+    return (1.0 + cos(pi * progress)) / 2
+
+
+SCHEDULES: dict[LrSchedule, tuple[dict[str, float], Callable[[float], float]]] = {
+    "constant": ({}, lambda _: 1.0),
+    "linear": ({}, lambda progress: 1.0 - progress),
+    "cosine": ({}, half_cosine),
+    "cosine_with_min_lr": ({"min_lr_ratio": 0.1}, lambda progress: 0.1 + 0.9 * half_cosine(progress)),
+    "polynomial": ({"min_lr_ratio": 0.1, "power": 2.0}, lambda progress: 0.1 + 0.9 * (1.0 - progress) ** 2),
+    # The last three of the six steps after the warm-up.
+    "warmup_stable_decay": (
+        {"min_lr_ratio": 0.1, "decay_ratio": 0.3},
+        lambda progress: 0.1 + 0.9 * half_cosine(max(0.0, 2.0 * progress - 1.0)),
+    ),
+}
+"""The options of a schedule, and the share of the rate after a share of the steps that follow the warm-up."""
+
+
+@pytest.mark.parametrize("lr_schedule", get_args(LrSchedule))
+def test_every_step_has_the_rate_of_its_schedule(lr_schedule: LrSchedule, tmp_path: Path) -> None:
+    (options, share), rates = SCHEDULES[lr_schedule], {"vision": 2.0, "llm": 0.5}
+    plan = changed(
+        plan_for("r4-joint"),
+        lr_schedule=lr_schedule,
+        lr_schedule_options=ScheduleOptions(**options),
+        num_steps=10,
+        warmup_steps=4,
+        learning_rates=rates,
+    )
     arguments = training_arguments(plan, str(tmp_path))
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, arguments.get_warmup_steps(10), 10)
-    rates = []
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates.values()]
+    optimizer = torch.optim.SGD(groups, lr=arguments.learning_rate)
+    scheduler = get_scheduler(
+        *(arguments.lr_scheduler_type, optimizer, arguments.get_warmup_steps(10), 10, arguments.lr_scheduler_kwargs)
+    )
+    taken = []
     for _ in range(10):
-        rates += scheduler.get_last_lr()
+        taken += scheduler.get_last_lr()
         optimizer.step()
         scheduler.step()
-    assert rates == pytest.approx([2.0 * (step / 4 if step < 4 else share((step - 4) / 6)) for step in range(10)])
+    first = options["min_lr_ratio"] if lr_schedule == "warmup_stable_decay" else 0.0  # of the warm-up
+    shares = [first + (1 - first) * step / 4 if step < 4 else share((step - 4) / 6) for step in range(10)]
+    assert taken == pytest.approx([rate * each for each in shares for rate in rates.values()])
+
+
+def test_muon_trains_the_matrices_of_hidden_layers_and_adamw_the_rest(build: Build) -> None:
+    parts = PartsParams(vision="full", projector="full", llm="full")
+    trainer = build(plan_for("r2-vision-only", parts=parts, optimizer="muon", weight_decay=0.1))
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, MuonWithAdamW)
+    of: dict[type, set[str]] = {
+        type(part): {names[id(weight)] for group in part.param_groups for weight in group["params"]}
+        for part in optimizer.parts.values()
+    }
+    assert of[Muon] | of[AdamW] == {*names.values()}
+    matrices = {name for name in of[AdamW] if trainer.model.get_parameter(name).dim() == 2}
+    assert matrices == {"model.language_model.embed_tokens.weight", "lm_head.weight"}
+    assert {trainer.model.get_parameter(name).dim() for name in of[Muon]} == {2}
+    before = weights(trainer)
+    trainer.train()
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+
+
+def test_lion_has_its_own_second_beta(build: Build) -> None:
+    for name, betas in (("lion_32bit", (0.9, 0.99)), ("adamw_torch", (0.9, 0.999))):
+        optimizer = build(plan_for("r1-llm-only", optimizer=name)).create_optimizer()
+        assert {tuple(group["betas"]) for group in optimizer.param_groups} == {betas}

@@ -8,23 +8,27 @@ readers take for text.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import fields
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from stages.core.params.schema import (
     OPTIMIZERS,
     PARTS,
+    SCHEDULE_OPTIONS,
     BaselineParams,
     BuildParams,
     DatasetParams,
     DeviceParams,
     ExportParams,
     MemoryParams,
+    Optimizer,
     Params,
     PartsParams,
     PredictionsParams,
     ProfileParams,
     RecipeParams,
+    ScheduleOptions,
     has_bf16,
     recipe_of,
 )
@@ -59,7 +63,11 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
     for name, recipe in params.recipes.items():
         yield from _names(f"recipes.{name}", recipe, params)
         yield from _recipe(f"recipes.{name}", recipe)
+        yield from _schedule(f"recipes.{name}", recipe)
         yield from _chosen_by_validation(f"recipes.{name}", recipe, params)
+        if recipe.optimizer is not None and params.profile in params.profiles:
+            active = params.active
+            yield from _optimizer(f"recipes.{name}.optimizer", recipe.optimizer, active.memory, active.device)
         if recipe.loss == "router-labels":
             yield from _router_labels(f"recipes.{name}", recipe, params.root(name), params)
     yield from _cycles(params)
@@ -156,6 +164,16 @@ def _recipe(here: str, recipe: RecipeParams) -> Problems:
             yield f"{here}.part_learning_rates.{part}", f"set, though parts.{part} is frozen"
 
 
+def _schedule(here: str, recipe: RecipeParams) -> Problems:
+    if recipe.warmup_steps is not None and recipe.warmup_ratio is not None:
+        yield f"{here}.warmup_steps", "set, though warmup_ratio is set too; set one of them"
+    for option in fields(ScheduleOptions):
+        is_set = getattr(recipe.lr_schedule_options, option.name, None) is not None
+        if is_set != (option.name in SCHEDULE_OPTIONS.get(recipe.lr_schedule, ())):
+            state = "set" if is_set else "missing"
+            yield f"{here}.lr_schedule_options.{option.name}", f"{state}, though lr_schedule is {recipe.lr_schedule}"
+
+
 def _chosen_by_validation(here: str, recipe: RecipeParams, params: Params) -> Problems:
     chooser = {"keep": recipe.keep == "best", "early_stopping": recipe.early_stopping is not None}
     split = "selection" if params.data.selection else "val"
@@ -182,6 +200,8 @@ def _router_labels(here: str, recipe: RecipeParams, root: str, params: Params) -
     if recipe.parts != PartsParams(llm="full") or recipe.full_targets != {"llm": ("mlp.gate",)}:
         gate_only = "parts: {llm: full} and full_targets: {llm: [mlp.gate]}"
         yield f"{here}.full_targets", f"loss router-labels trains routers and nothing else; expected {gate_only}"
+    if recipe.neftune_alpha is not None:
+        yield f"{here}.neftune_alpha", "set, though loss router-labels trains routers on the model's own hidden states"
     kind, _, name = root.partition("/")
     if kind == "bases":
         yield f"{here}.base", f"goes back to {root}, a dense model; loss router-labels trains the routers of a build"
@@ -201,17 +221,20 @@ def _profile(here: str, profile: ProfileParams) -> Problems:
 
 
 def _memory(here: str, memory: MemoryParams, device: DeviceParams) -> Problems:
-    optimizer = OPTIMIZERS[memory.optimizer]
     if device.kind == "cpu" and memory.attn == "flash_attention_2":
         yield f"{here}.attn", "flash_attention_2 needs device.kind: cuda"
-    if device.kind == "cpu" and optimizer.needs_gpu:
-        yield f"{here}.optimizer", f"{memory.optimizer} needs device.kind: cuda"
+    yield from _optimizer(f"{here}.optimizer", memory.optimizer, memory, device)
     if device.kind == "cpu" and memory.placement == "balanced":
         yield f"{here}.placement", "balanced needs several CUDA devices"
-    if memory.placement == "sharded" and not optimizer.shardable:
-        yield f"{here}.optimizer", f"{memory.optimizer} cannot be sharded; take adamw_torch_fused"
     if memory.placement == "sharded" and memory.quantization != "none":
         yield f"{here}.quantization", "nf4 weights cannot be sharded; set it to none, or take placement ddp"
+
+
+def _optimizer(here: str, name: Optimizer, memory: MemoryParams, device: DeviceParams) -> Problems:
+    if device.kind == "cpu" and OPTIMIZERS[name].needs_gpu:
+        yield here, f"{name} needs device.kind: cuda"
+    if memory.placement == "sharded" and not OPTIMIZERS[name].shardable:
+        yield here, f"{name} cannot be sharded; take adamw_torch_fused"
 
 
 def _dataset(here: str, dataset: DatasetParams, datasets: dict[str, DatasetParams]) -> Problems:

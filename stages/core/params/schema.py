@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from math import ceil
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -19,7 +20,10 @@ Loss = Literal["assistant-only", "all-tokens", "router-labels"]
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 PaddingFree = Literal["auto", "on", "off"]
 Kernels = Literal["auto", "off"]
-Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]
+Optimizer = Literal[
+    "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "lion_32bit", "muon", "adafactor"
+]
+LrSchedule = Literal["cosine", "linear", "constant", "cosine_with_min_lr", "polynomial", "warmup_stable_decay"]
 
 
 class OptimizerTraits(NamedTuple):
@@ -40,8 +44,13 @@ OPTIMIZERS: dict[Optimizer, OptimizerTraits] = {
     "adamw_torch_fused": OptimizerTraits(32, needs_gpu=False, shardable=True, paged=False, smaller="adamw_8bit"),
     "adamw_8bit": OptimizerTraits(8, needs_gpu=True, shardable=False, paged=False, smaller="paged_adamw_8bit"),
     "paged_adamw_8bit": OptimizerTraits(8, needs_gpu=True, shardable=False, paged=True, smaller=None),
+    # Other algorithms, which the memory ladder neither takes nor leaves.
+    "lion_32bit": OptimizerTraits(32, needs_gpu=False, shardable=False, paged=False, smaller=None),
+    "muon": OptimizerTraits(32, needs_gpu=False, shardable=False, paged=False, smaller=None),
+    "adafactor": OptimizerTraits(32, needs_gpu=False, shardable=False, paged=False, smaller=None),
 }
-"""Keys are the names in transformers' TrainingArguments.optim, each above its `smaller`."""
+"""Keys are the names in transformers' TrainingArguments.optim, and `muon` (training/muon.py), each above its
+`smaller`."""
 
 Positive = Annotated[int, Field(ge=1, le=10**9)]
 """A count of a run: samples, steps, pixels, minutes. The limits here and below are above every sensible value, and
@@ -278,6 +287,30 @@ class EarlyStoppingParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ScheduleOptions:
+    """Settings of some schedules of the learning rate; SCHEDULE_OPTIONS says which."""
+
+    min_lr_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The least rate, at the end, as a share of the learning rate."""
+    power: Rate | None = None
+    """Exponent of a polynomial; 1 is a line."""
+    decay_ratio: Share | None = None
+    """Share of the optimizer steps, the last ones, in which the rate falls; before, it is constant."""
+
+    def decay_steps(self, num_steps: int) -> int:
+        """Steps in which the rate falls after a constant one."""
+        return ceil(num_steps * (self.decay_ratio or 0.0))
+
+
+SCHEDULE_OPTIONS: dict[LrSchedule, tuple[str, ...]] = {
+    "cosine_with_min_lr": ("min_lr_ratio",),
+    "polynomial": ("min_lr_ratio", "power"),
+    "warmup_stable_decay": ("min_lr_ratio", "decay_ratio"),
+}
+"""The options that a schedule needs, all of them; a schedule that is not here has none."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LearningParams:
     """The fields of RecipeParams that a training uses as they are."""
 
@@ -298,10 +331,15 @@ class LearningParams:
     (`builds.NAME.experts`)."""
     effective_batch: Size = 16
     """Samples in one optimizer step: micro_batch x accumulation x devices."""
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """After the warm-up, to 0 along half a cosine or a line, or constant."""
+    lr_schedule: LrSchedule = "cosine"
+    """The learning rate after the warm-up, by transformers' names: to 0 along half a cosine or a line; constant; to a
+    least rate along half a cosine or a polynomial; or constant, and then to it along half a cosine
+    (warmup_stable_decay, which also begins its warm-up at the least rate)."""
+    lr_schedule_options: ScheduleOptions | None = None
     weight_decay: Annotated[float, Field(ge=0, le=1e12)] = 0.0
     max_grad_norm: Rate = 1.0
+    neftune_alpha: Rate | None = None
+    """Noise on the embeddings of tokens while training (NEFTune), e.g. 5. Null: none."""
     max_length: Size = 2048
     """Largest number of tokens of a sample, image tokens included; a longer one is an error. Only a text that the task
     allows to cut, such as the transcript of a question, is cut to fit; an answer never is."""
@@ -321,8 +359,13 @@ class RecipeParams(LearningParams):
     epochs: Epochs = 3
     max_steps: Positive | None = None
     """Stop after this number of optimizer steps, before the epochs are over."""
-    warmup_ratio: Share = 0.05
-    """Share of the optimizer steps in which the learning rate rises from 0 along a line."""
+    optimizer: Optimizer | None = None
+    """Null: the profile's `memory.optimizer`."""
+    warmup_ratio: Share | None = None
+    """Share of the optimizer steps in which the learning rate rises from 0 along a line. Null: as `warmup_steps` says,
+    or 0.05."""
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
+    """Optimizer steps in which the learning rate rises, in place of their share."""
     validation: ValidationParams | None = Field(default_factory=ValidationParams)
     """Null: no validation while training."""
     keep: Literal["last", "best"] = "last"
