@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import stages.train
 from stages.core.errors import UserError
 from stages.core.lineage import read_lineage, true_base, verified_lineage, write_lineage
+from stages.memory.calibration import load_calibration
 from stages.models.certificate import MergeCertificate
 from stages.models.folders import remove_weights, weight_files
 from stages.planning.cards import usable_bytes
@@ -312,7 +313,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_or_lowered(worksp
     done("plan", "r1-llm-only")
     record = read(run_dir / "memory.json")
     assert (record["verdict"], record["changes"]) == ("does not fit", [])
-    assert record["prediction"]["calibration"] == "assumed"
+    assert record["prediction"]["calibration"] == load_calibration().label(several=False)
     # Just too little for the plan as it is, even at the lower end of what is expected.
     set_fit("auto", record["prediction"]["low_bytes"] / usable_bytes(1) * 0.9999)
     done("plan", "r1-llm-only")

@@ -36,6 +36,7 @@ class Calibration:
     cublas_workspaces_mib: Constant
     nccl_buffers_mib: Constant
     share_of_peak: Constant
+    operator_us: Constant
     reserved_error_low: Constant
     reserved_error_high: Constant
 

@@ -10,14 +10,11 @@ from typing import Literal, TypeAlias
 
 from stages.core.errors import UserError, bytes_text
 from stages.core.params.schema import PriceParams
-from stages.memory.calibration import ASSUMED, load_calibration
-from stages.planning.cards import cards_for
+from stages.memory.calibration import load_calibration
+from stages.planning.cards import CARDS, cards_for
 from stages.planning.ladder import MAX_BATCH_SIZE, changes_between, rungs
 from stages.planning.plan import Plan
 from stages.planning.prediction import PlannedMemory, Prediction, Verdict, gib_text
-
-TOKENS_TO_FILL_A_GPU = 2048
-"""Tokens of a micro-batch that takes twice the time per token of a large one. Assumed, not measured."""
 
 Predict: TypeAlias = Callable[[Plan], Prediction]
 
@@ -39,6 +36,14 @@ class Fit:
 
     def changed_to(self, plan: Plan, predict: Predict) -> Fit:
         return replace(self, plan=plan, prediction=predict(plan), changes=changes_between(self.plan, plan))
+
+    def relative_time(self) -> float:
+        """Time of a step relative to other plans of the recipe: on the fastest of the cards, on a CPU arithmetic alone."""
+        plan = self.plan
+        if not plan.on_gpu:
+            return self.prediction.flops * plan.schedule.grad_accumulation
+        tflops = max(card.tflops for card in cards_for(plan.device, plan.memory.precision) or CARDS)
+        return step_seconds(plan, self.prediction, tflops)
 
     def lines(self) -> list[str]:
         """Schedule, disk for features, changes and memory, for logs; on a CPU in short if the plan fits."""
@@ -84,12 +89,12 @@ def cheapest_fit(fit: Fit, predict: Predict, *, fill: bool = False) -> Fit:
 
 
 def fastest_fit(fit: Fit, predict: Predict) -> Fit:
-    """The fastest plan of the same result that fits, by `assumed_time`; the plan itself if none fits."""
+    """The fastest plan of the same result that fits, as predicted; the plan itself if none fits."""
     fitting = []
     for plans in same_results(fit.plan):
         num_fitting = bisect_left(plans, True, key=lambda plan: fit.changed_to(plan, predict).verdict != "fits")
         fitting += [fit.changed_to(plans[num_fitting - 1], predict)] if num_fitting else []
-    return min(fitting, key=lambda each: assumed_time(each.plan, each.prediction.flops), default=fit)
+    return min(fitting, key=lambda each: each.relative_time(), default=fit)
 
 
 def same_results(plan: Plan) -> list[list[Plan]]:
@@ -102,10 +107,15 @@ def same_results(plan: Plan) -> list[list[Plan]]:
     ]
 
 
-def assumed_time(plan: Plan, flops: float) -> float:
-    """Time of a step relative to other plans of the recipe. flops: of a micro-batch, repeated passes included."""
-    slowdown = 1 + TOKENS_TO_FILL_A_GPU / (plan.memory.micro_batch * plan.recipe.max_length)
-    return flops * plan.schedule.grad_accumulation * slowdown
+def step_seconds(plan: Plan, prediction: Prediction, tflops: float, *, length: float = 1.0) -> float:
+    """Time of a step on a card: that of its arithmetic, or of its operators if the core that calls them needs longer.
+
+    tflops: the card's peak. length: mean length of samples, relative to those of the batch that is predicted.
+    """
+    calibration = load_calibration()
+    arithmetic_s = prediction.flops * length / (tflops * 1e12 * calibration.share_of_peak.value)
+    operators_s = prediction.operators * calibration.operator_us.value / 1e6
+    return plan.schedule.grad_accumulation * max(arithmetic_s, operators_s)
 
 
 def decide(fit: Fit, predict: Predict, how: str) -> Fit:
@@ -169,16 +179,14 @@ def advice(cheapest: Fit) -> str:
 class Duration:
     """Time of a training, or without data of one of its steps, by card; energy and cost on the card that is named.
 
-    The arithmetic of a step is counted, at a share of the card's peak. Loading, checkpoints, features of images and
+    Arithmetic and operators of a step are counted (`step_seconds`). Loading, checkpoints, features of images and
     evaluation are not in it.
     """
 
     num_steps: int | None
     step_flops: float
     """Arithmetic of a step on one device, for samples of mean length; without data, for the largest."""
-    share_of_peak: float
-    measured: str
-    """`assumed`, or the device and day of the share."""
+    step_operators: float
     hours: dict[str, float]
     kwh: float | None
     """Upper bound: every device at the largest power of its board."""
@@ -188,10 +196,12 @@ class Duration:
     def __str__(self) -> str:
         times = ", ".join(f"{card} {time_text(hours)}" for card, hours in self.hours.items())
         what = f"{self.num_steps:,} steps" if self.num_steps else "no data yet: a step"
-        share = f"{'an assumed ' if self.measured == ASSUMED else ''}{self.share_of_peak:.0%} of peak"
+        calibration = load_calibration()
+        speeds = f"{calibration.share_of_peak.value:.0%} of peak or {calibration.operator_us.value:.0f} us an operator"
         used = "" if self.kwh is None else f"; at most {self.kwh:.2g} kWh"
         price = "" if self.cost is None else f"; costs {self.cost:.2f} by params.yaml"
-        return f"{what} of {self.step_flops / 1e12:,.1f} TFLOP, at {share}: {times}{used}{price}"
+        work = f"{self.step_flops / 1e12:,.1f} TFLOP in {self.step_operators:,.0f} operators"
+        return f"{what} of {work}, at {speeds}: {times}{used}{price}"
 
 
 def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration | None:
@@ -203,12 +213,10 @@ def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration 
     cards = cards_for(device, plan.memory.precision)
     if not plan.on_gpu or plan.memory.precision == "fp32" or not cards:
         return None
-    share = load_calibration().share_of_peak
-    mean_share = fmean(lengths) / fmean(lengths[: plan.memory.micro_batch]) if lengths else 1.0
-    step_flops = fit.prediction.flops * schedule.grad_accumulation * mean_share
+    length = fmean(lengths) / fmean(lengths[: plan.memory.micro_batch]) if lengths else 1.0
     num_steps = schedule.num_steps if lengths else None
-    flops = step_flops * (num_steps or 1)
-    hours = {card.name: flops / (card.tflops * 1e12 * share.value) / 3600 for card in cards}
+    steps_h = (num_steps or 1) / 3600
+    hours = {card.name: steps_h * step_seconds(plan, fit.prediction, card.tflops, length=length) for card in cards}
     kwh = cost = None
     if device.card:
         gpu_hours = hours[cards[0].name] * device.total
@@ -217,9 +225,8 @@ def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration 
             cost = gpu_hours * (prices.gpu_hour or 0) + kwh * (prices.kwh or 0)
     return Duration(
         num_steps=num_steps,
-        step_flops=step_flops,
-        share_of_peak=share.value,
-        measured=share.measured,
+        step_flops=fit.prediction.flops * schedule.grad_accumulation * length,
+        step_operators=fit.prediction.operators * schedule.grad_accumulation,
         hours=hours,
         kwh=kwh,
         cost=cost,

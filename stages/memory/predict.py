@@ -106,9 +106,10 @@ class Peaks:
     phases: dict[Phase, Peak]
     allocated_share: float
     """Peak of what torch's allocator hands out, relative to what is requested of it: 1 on a CPU."""
-    reserved_share: float
-    """Bytes that it takes from the device for that, relative to the same."""
+    gap_bytes: float
+    """Bytes that it takes from the device beyond that."""
     flops: float = 0.0
+    operators: float = 0.0
 
 
 def predict(
@@ -118,8 +119,9 @@ def predict(
     recorded = {}
     for few in sample_depths(config):
         recording = record_step(plan, with_depth(config, few), processor, batch)
-        shares = _allocator_shares(recording, expandable=plan.memory.expandable_segments)
-        recorded[few] = Peaks(recording.peaks(), *shares, recording.flops / recorded_accumulation(plan))
+        allocator = _replayed(recording, expandable=plan.memory.expandable_segments)
+        work = (amount / recorded_accumulation(plan) for amount in (recording.flops, recording.operators))
+        recorded[few] = Peaks(recording.peaks(), *allocator, *work)
     peaks = _scaled_up(recorded, depth_of(config))
     on_one = {phase: _on_one_device(plan, phase, peak) for phase, peak in peaks.phases.items()}
     return _prediction(replace(peaks, phases=on_one), plan, extra_bytes=_extra_bytes(plan, peaks.phases))
@@ -140,7 +142,7 @@ def predict_generation(
     recording = record_generation(inference, config, batch, batch_size=batch_size, max_new_tokens=max_new_tokens)
     phases = recording.peaks()
     phases["load"] = _loaded(phases["load"])
-    return _prediction(Peaks(phases, *_allocator_shares(recording, expandable=False)), inference)
+    return _prediction(Peaks(phases, *_replayed(recording, expandable=False)), inference)
 
 
 def capacity_bytes(device: DeviceParams) -> int | None:
@@ -224,13 +226,13 @@ def layers_differ(config: PreTrainedConfig) -> bool:
     return len({tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in layers}) != 1
 
 
-def _allocator_shares(recording: Recording, *, expandable: bool) -> tuple[float, float]:
-    """Bytes that torch's allocator hands out, and that it takes from the device, relative to those requested of it."""
+def _replayed(recording: Recording, *, expandable: bool) -> tuple[float, int]:
+    """What torch's allocator hands out, relative to what is requested of it, and the bytes of its gaps."""
     if not recording.cuda or not recording.storages:
-        return 1.0, 1.0
+        return 1.0, 0
     requested = max(peak.total() for peak in recording.peaks().values())
     allocator = recording.replayed(expandable=expandable)
-    return allocator.peak_allocated_bytes / requested, allocator.reserved_bytes / requested
+    return allocator.peak_allocated_bytes / requested, allocator.reserved_bytes - allocator.peak_allocated_bytes
 
 
 def _loaded(peak: Peak) -> Peak:
@@ -288,13 +290,14 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
         return scaled(lambda peaks: peaks.phases[phase][entry])
 
     phases = {phase: Peak({entry: of(phase, entry) for entry in BUDGET}) for phase in PHASES}
-    # The allocator's gaps do not grow with the layers, but keep about the same share: 5 to 9 % in the records of a 7B
-    # with a few layers, 4 to 8 % with all.
+    # The allocator's gaps do not grow with the layers: seven trainings of 2B to 7B on an H100 had .17 to .71 GiB, and
+    # the records of two and three layers .25 to 1.01 GiB (docs/memory.md).
     return Peaks(
         phases,
         mean(peaks.allocated_share for peaks in recorded.values()),
-        mean(peaks.reserved_share for peaks in recorded.values()),
+        mean(peaks.gap_bytes for peaks in recorded.values()),
         scaled(lambda peaks: peaks.flops),
+        scaled(lambda peaks: peaks.operators),
     )
 
 
@@ -305,8 +308,8 @@ def _prediction(peaks: Peaks, run: Plan | Inference, extra_bytes: int = 0) -> Pr
     sizes = {phase: peak.total() for phase, peak in peaks.phases.items()}
     fullest = max(sizes, key=lambda phase: sizes[phase])
     peak, size = peaks.phases[fullest], sizes[fullest]
-    allocated, reserved = round(size * peaks.allocated_share), round(size * peaks.reserved_share)
-    total = reserved
+    allocated = round(size * peaks.allocated_share)
+    total = reserved = allocated + round(peaks.gap_bytes)
     (low, high), label = CPU_ERRORS, "this CPU"
     if on_cuda:
         allocated += calibration.cublas_workspaces_mib.num_bytes
@@ -326,4 +329,5 @@ def _prediction(peaks: Peaks, run: Plan | Inference, extra_bytes: int = 0) -> Pr
         budget={**{entry: spent for entry, spent in peak.items() if spent}, "overhead": total - size},
         calibration=label,
         flops=peaks.flops,
+        operators=peaks.operators,
     )

@@ -78,6 +78,8 @@ class Recording:
     """The tick at which each phase began."""
     flops: int = 0
     """Floating-point operations of matrix products and attention, what checkpointing repeats included."""
+    operators: int = 0
+    """Calls of torch's operators after loading, views apart: on a GPU each launches a kernel, or a few."""
 
     def timeline(self) -> list[tuple[int, Storage | Phase]]:
         """In order: storages, at their birth and at their death, and phases, at their beginning."""
@@ -189,6 +191,7 @@ class Recorder(TorchDispatchMode):
             storage = self.add(hidden, "temporaries")
             storage.died = self._tick()
         self.recording.flops += flops_of(func, args, kwargs, output)
+        self.recording.operators += self._phase != "load"
         return output
 
     def _relabel_messages(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -47,6 +47,8 @@ class Prediction:
     """Source of the constants, e.g. "NVIDIA H200, 2026-12-01"; or "assumed"."""
     flops: float = 0.0
     """Floating-point operations of a micro-batch, forward and backward; 0 for a generation."""
+    operators: float = 0.0
+    """Calls of torch's operators for it, which take the time of one core, whatever the size of the tensors."""
 
     def verdict(self, capacity_bytes: int) -> Verdict:
         """Compares the capacity with the whole interval, not with the total alone."""

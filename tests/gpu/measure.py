@@ -248,7 +248,7 @@ def predict_training(device: str, *, setting: Setting) -> dict[str, Any]:
     """The plan stage's prediction."""
     plan, predictor = planned(setting, device)
     prediction = predictor(plan)
-    names = (*(f"{amount}_bytes" for amount in AMOUNTS), "low_bytes", "high_bytes", "flops")
+    names = (*(f"{amount}_bytes" for amount in AMOUNTS), "low_bytes", "high_bytes", "flops", "operators")
     return {"setting": setting, "predicted": {name: getattr(prediction, name) for name in names}}
 
 
@@ -281,6 +281,7 @@ def measure_training(device: str, *, setting: Setting, predicted: dict[str, Any]
         "tokens_per_s": round(ACCUMULATION * batch["input_ids"].numel() / step_s, 1),
         "tflops_per_s": round(tflops, 3),
         "share_of_peak": round(tflops / card.tflops, 4) if card else None,
+        "operator_us": round(1e6 * step_s / ACCUMULATION / predicted["operators"], 1),
         **meter.memory,
     }
 

@@ -101,13 +101,16 @@ def test_what_is_run_is_what_was_asked_for(capacity_gib: float | None, how: str,
 
 def filled(capacity_gib: float | None, *, work: float = 4 / 3) -> tuple[str, ...]:
     """Changes by `fill` in a plan of 2 x 8 with checkpointing, where a sample takes 2 GiB, without it 6. work: of a
-    sample with checkpointing, relative to one without."""
+    sample with checkpointing, relative to one without, which takes a second; a micro-batch's operators take two."""
+    device, calibration = DeviceParams(kind="cuda", card="L4"), load_calibration()
 
     def predict(plan: Plan) -> Prediction:
         size, checkpointed = plan.memory.micro_batch, plan.memory.gradient_checkpointing
-        return replace(predicted(4 + size * (2 if checkpointed else 6)), flops=size * (work if checkpointed else 1.0))
+        flops = size * (work if checkpointed else 1.0) * 121e12 * calibration.share_of_peak.value
+        memory = predicted(4 + size * (2 if checkpointed else 6))
+        return replace(memory, flops=flops, operators=2e6 / calibration.operator_us.value)
 
-    plan = plan_with(2, 8, gradient_checkpointing=True)
+    plan = replace(plan_with(2, 8, gradient_checkpointing=True), device=device)
     fit = replace(start(capacity_gib), plan=plan, prediction=predict(plan))
     full = fastest_fit(fit, predict)
     assert full.prediction == predict(full.plan)
@@ -194,28 +197,30 @@ def test_measured_and_predicted_are_of_the_same_phases_and_an_error_is_not_lost_
     assert prediction_metrics(half, 505_000, on_cpu=False)["memory_error"] == -0.0099
 
 
-def test_a_training_takes_its_counted_arithmetic_at_a_share_of_the_cards_peak() -> None:
+def test_a_training_takes_the_time_of_its_arithmetic_or_of_its_operators() -> None:
+    """On an L4 the arithmetic takes longer, on an H100 the operators."""
     device = DeviceParams(kind="cuda", count=2, card="L4")
     plan = changed(PLAN, precision="bf16", device=device, num_steps=100)
-    fit = Fit(plan=plan, prediction=replace(predicted(3), flops=6.05e12), capacity_bytes=None)
+    fit = Fit(plan=plan, prediction=replace(predicted(3), flops=6.05e12, operators=800), capacity_bytes=None)
     lengths = [400, 400, 400, 400, 100, 100]  # the four longest are the batch that is counted
-    share = load_calibration().share_of_peak.value
+    calibration = load_calibration()
+    share = calibration.share_of_peak.value
     found = duration(fit, lengths, PriceParams(gpu_hour=0.5, kwh=0.25))
     assert found is not None
     step_flops = 4 * 6.05e12 * 300 / 400
     hours = 100 * step_flops / (121e12 * share) / 3600
     assert found.num_steps == 100
-    assert found.step_flops == pytest.approx(step_flops)
+    assert (found.step_flops, found.step_operators) == (pytest.approx(step_flops), 4 * 800)
     assert found.hours == {"L4": pytest.approx(hours)}
     assert found.kwh == pytest.approx(hours * 2 * 72 / 1000)
     assert found.cost == pytest.approx(hours * 2 * 0.5 + hours * 2 * 72 / 1000 * 0.25)
-    assert "an assumed 35% of peak" in str(found)
+    assert f"18.1 TFLOP in 3,200 operators, at {share:.0%} of peak or " in str(found)
 
     by_size = replace(fit, plan=replace(plan, device=DeviceParams(kind="cuda", memory_gb=80)))
     without_data = duration(by_size, [], PriceParams(gpu_hour=0.5))
     assert without_data is not None
     assert {"A100-80GB", "H100", "H100 PCIe"} == set(without_data.hours)
     assert (without_data.num_steps, without_data.kwh, without_data.cost) == (None, None, None)
-    assert without_data.hours["H100"] == pytest.approx(4 * 6.05e12 / (989.4e12 * share) / 3600)
+    assert without_data.hours["H100"] == pytest.approx(4 * 800 * calibration.operator_us.value / 1e6 / 3600)
     for changes in ({"precision": "fp32"}, {"device": DeviceParams(kind="cpu")}):
         assert duration(replace(fit, plan=changed(plan, **changes)), lengths, PriceParams()) is None

@@ -130,7 +130,10 @@ def test_ddp_keeps_its_gradients_twice_and_has_buffers_of_its_own() -> None:
     assert shared.total_bytes - alone.total_bytes == pytest.approx(
         CALIBRATION.nccl_buffers_mib.num_bytes + alone.budget["gradients"], rel=0.01
     )
-    assert (alone.calibration, predicted("text", plan_of(**FULL)).calibration) == ("assumed", "this CPU")
+    assert (alone.calibration, predicted("text", plan_of(**FULL)).calibration) == (
+        CALIBRATION.label(several=False),
+        "this CPU",
+    )
 
 
 def test_balanced_gpus_share_the_layers_and_the_interval_reaches_to_all_that_is_trained_on_one() -> None:

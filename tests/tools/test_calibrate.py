@@ -21,7 +21,7 @@ def training(allocated: int, reserved: int, beside: int = 500) -> dict[str, Any]
     predicted = {"allocated_bytes": 1000 * MIB, "reserved_bytes": 1100 * MIB}
     sizes = {"allocated": allocated, "reserved": reserved, "total": reserved + beside}
     measured = {f"{name}_bytes": size * MIB for name, size in sizes.items()}
-    return {"predicted": predicted, **measured, "share_of_peak": beside / 1000}
+    return {"predicted": predicted, **measured, "share_of_peak": beside / 1000, "operator_us": 100 * 1000 / beside}
 
 
 def bounds(*trainings: dict[str, Any]) -> dict[str, float]:
@@ -38,10 +38,10 @@ def test_bounds_are_wider_than_the_worst_error_and_have_a_floor() -> None:
     assert bounds(*both, training(1000, 1100, beside=900))["reserved_error_high"] == pytest.approx(0.26)
 
 
-def test_context_and_share_of_peak_are_medians() -> None:
-    values = constants([training(1000, 1100, beside) for beside in (400, 450, 900)])
+def test_the_context_is_a_median_the_best_share_of_peak_counts_and_operators_where_the_gpu_waits_for_them() -> None:
+    values = constants([training(1000, 1100, beside) for beside in (200, 250, 450, 900)])
     found = {name: value for name, value in values.items() if "_error_" not in name}
-    assert found == {"context_mib": 450.0, "share_of_peak": 0.45}
+    assert found == {"context_mib": 350.0, "share_of_peak": 0.9, "operator_us": 450}
 
 
 def test_only_values_and_their_source_change() -> None:
