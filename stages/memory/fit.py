@@ -38,7 +38,7 @@ class Fit:
         return replace(self, plan=plan, prediction=predict(plan), changes=changes_between(self.plan, plan))
 
     def relative_time(self) -> float:
-        """Time of a step relative to other plans of the recipe: on the fastest of the cards, on a CPU arithmetic alone."""
+        """Time of a step, to compare plans of one recipe: on the fastest of the cards; on a CPU its arithmetic."""
         plan = self.plan
         if not plan.on_gpu:
             return self.prediction.flops * plan.schedule.grad_accumulation

@@ -227,7 +227,7 @@ def layers_differ(config: PreTrainedConfig) -> bool:
 
 
 def _replayed(recording: Recording, *, expandable: bool) -> tuple[float, int]:
-    """What torch's allocator hands out, relative to what is requested of it, and the bytes of its gaps."""
+    """The peak of torch's allocator relative to the bytes that are requested of it, and the bytes of its gaps."""
     if not recording.cuda or not recording.storages:
         return 1.0, 0
     requested = max(peak.total() for peak in recording.peaks().values())
