@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -31,7 +31,7 @@ from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.evaluation.validation import Validator
 from stages.mixture.trainer import make_trainer
-from stages.models.adapters import load_trainable, save_trained, trainable_line, trained_tensors
+from stages.models.adapters import initial_tensors, load_trainable, save_trained, trainable_line, trained_tensors
 from stages.models.kernels import fused_kernels
 from stages.models.load import gpus_in_use
 from stages.models.prompts import load_processor
@@ -46,6 +46,9 @@ from stages.training.processes import is_first_process, is_worker, run_workers, 
 from stages.training.records import tracking_arguments, write_records
 from stages.training.resume import train_to_the_end
 from stages.training.trainer import RecipeTrainer
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("stages")
 
@@ -78,6 +81,7 @@ def train(plan: Plan, attempt: int) -> None:
 
     memory = MemoryLog(gpus_in_use(plan.device, plan.memory.placement))
     model = load_trainable(plan)
+    initial = initial_tensors(model, plan.recipe)
     memory.loaded()
     log.info(trainable_line(plan.trainable))
     saved_dir, limit_gb = checkpoints_dir(repository, plan.name), params.active.memory.features_gb
@@ -90,7 +94,7 @@ def train(plan: Plan, attempt: int) -> None:
         trainer = make_trainer(plan, model=model, **inputs, **tracking)
         with frozen_features(trainer, repository / ".bakeoff/features", identity, limit_gb=limit_gb), trainer.gpu_use:
             train_to_the_end(trainer, checkpoints, params.checkpoints)
-        save(trainer, base, attempt, training_dir, trained_dir)
+        save(trainer, base, attempt, training_dir, trained_dir, initial)
     if first:
         memory.write("train", plan.name, task=plan.recipe.task)
 
@@ -109,13 +113,23 @@ def read_inputs(plan: Plan) -> tuple[dict[str, Any], dict[str, Path]]:
     return {"processor": processor, "collator": collator, "validator": validator}, data
 
 
-def save(trainer: RecipeTrainer, base: Lineage, attempt: int, training_dir: Path, trained_dir: Path) -> None:
-    """Write what was trained, and its records, in the first process; every process calls it, as each has a share."""
+def save(
+    trainer: RecipeTrainer,
+    base: Lineage,
+    attempt: int,
+    training_dir: Path,
+    trained_dir: Path,
+    initial: dict[str, torch.Tensor],
+) -> None:
+    """Write what was trained, and its records, in the first process; every process calls it, as each has a share.
+
+    initial: from `initial_tensors`.
+    """
     plan, trained = trainer.plan, trainer.accelerator.unwrap_model(trainer.model)
     tensors = trained_tensors(trained)
     if not is_first_process():
         return
-    save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
+    save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors, initial=initial)
     parents = {"base": (Path(plan.base_dir), base)}
     lineage = write_lineage(trained_dir, kind="trained", name=plan.name, parents=parents)
     record = write_records(trainer, training_dir, attempt=attempt)

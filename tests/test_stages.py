@@ -12,8 +12,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from peft import PeftModel
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import stages.train
 from stages.core.errors import UserError
@@ -30,7 +32,7 @@ from tests.training.two_processes import run_two
 pytestmark = pytest.mark.pipeline
 
 RECIPES = {"r1-llm-only": "nf4", "r2-vision-only": "none", "r3-two-stage": "nf4"}
-"""With the quantization that they are trained on."""
+"""With the quantization that they are trained on. Stage 2 of r3 learns by DoRA and LoRA+."""
 MOVED = "moved workspace"
 
 
@@ -40,7 +42,9 @@ def finished(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     workspace = tmp_path_factory.mktemp("workspace")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
-        write_params(small_params(tiny_vlm))
+        raw = small_params(tiny_vlm)
+        raw["recipes"]["r3-two-stage"]["lora"] |= {"dora": True, "loraplus_lr_ratio": 4.0}
+        write_params(raw)
         done("base", "vlm")
         done("prepare", "nutrition-tables")
         done("evaluate", "base-vlm")
@@ -114,6 +118,25 @@ def test_the_predicted_memory_is_the_measured_one(finished: Path) -> None:
         assert abs(metrics["memory_error"]) < 0.01, recipe
 
 
+def test_an_adapter_that_starts_as_a_part_of_its_base_goes_all_the_way(workspace: Path) -> None:
+    """On what stage 1 trained. What is saved is an adapter for the base as it is, with plain PEFT."""
+    recipe, raw = "r3-two-stage", read_params()
+    raw["recipes"][recipe]["quantization"] = "none"
+    raw["recipes"][recipe]["lora"] |= {"rank": 8, "init": "pissa", "dora": False, "rslora": True}
+    write_params(raw)
+    all_the_way(recipe)
+    run_dir, base_dir = workspace / "data/runs" / recipe, workspace / "data/runs/r2-vision-only/merged"
+    assert abs(read(run_dir / "metrics.json")["memory_error"]) < 0.01
+    assert MergeCertificate.read(run_dir / "merge.json", fix="").logit_deviation < 1e-3
+    kind = AutoModelForImageTextToText.from_pretrained
+    merged = PeftModel.from_pretrained(kind(base_dir), run_dir / "trained/adapter").merge_and_unload().state_dict()
+    before = kind(base_dir).state_dict()
+    changed = {name for name, tensor in kind(run_dir / "merged").state_dict().items() if tensor.ne(before[name]).any()}
+    assert len(changed) == MergeCertificate.read(run_dir / "merge.json", fix="").changed_modules
+    for name, tensor in kind(run_dir / "merged").state_dict().items():
+        torch.testing.assert_close(merged[name], tensor)
+
+
 def test_stage_2_was_trained_on_the_result_of_stage_1(finished: Path) -> None:
     runs = finished / "data/runs"
     lineage = read_lineage(runs / "r3-two-stage/merged")
@@ -123,8 +146,6 @@ def test_stage_2_was_trained_on_the_result_of_stage_1(finished: Path) -> None:
 
 
 def test_a_merged_folder_loads_with_plain_transformers(finished: Path) -> None:
-    from transformers import AutoModelForImageTextToText, AutoTokenizer
-
     folder = finished / "data/runs/r3-two-stage/merged"
     model, loaded = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert type(model).__name__ == "Qwen2VLForConditionalGeneration"

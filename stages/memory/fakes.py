@@ -6,13 +6,14 @@ They allocate what the real ones do, keep it as long, and compute nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from math import isqrt
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from peft.tuners.lora import dora
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -119,6 +120,17 @@ def fill_without_contents(layer: Any) -> None:
     ):
         setattr(weight, name, value)
     layer.weight, layer.quant_state = weight, state
+
+
+def fake_dequantization() -> AbstractContextManager[Any]:
+    """DoRA's layers dequantize weights without contents too in the block; PEFT knows those in 4 bits by their class."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    def dequantized(layer: Any) -> torch.Tensor:
+        state = getattr(layer, "quant_state", None)
+        return layer.weight if state is None else dequantize_4bit(layer.weight.data, state)
+
+    return patch.object(dora, "dequantize_module_weight", dequantized)
 
 
 # --- Liger's kernels (liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, 0.8.5), without Triton or Liger

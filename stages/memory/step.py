@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from stages.core.params.schema import DeviceParams
 from stages.internals.accelerate_internals import reset_accelerator
 from stages.internals.torch_internals import pretended_processes
-from stages.memory.fakes import fake_kernels, quantize_nf4
+from stages.memory.fakes import fake_dequantization, fake_kernels, quantize_nf4
 from stages.memory.recorder import Recorder, Recording, Storage, recorder_of, without_contents
 from stages.mixture.trainer import make_trainer
 from stages.models.adapters import apply_recipe
@@ -83,6 +83,7 @@ def _prepared_model(
     base = new_model(config, precision=plan.memory.precision, attn=attn)
     if plan.is_quantized:
         base = quantize_nf4(base, plan.memory.precision)
+        stack.enter_context(fake_dequantization())
     model = apply_recipe(base, plan.recipe)
     stack.enter_context(fused_kernels(model, used=plan.fused_kernels))
     if plan.is_sharded:

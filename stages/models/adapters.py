@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -140,7 +142,7 @@ def _full_parameters(
 def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
     """PEFT's configuration. Its targets are the layers that the recipe names and no others.
 
-    Raises UserError for a target that matches no linear layer of its part.
+    Raises UserError for a target that matches no linear layer of its part, or a layer that `init` cannot start from.
     """
     linears = adaptable_linears(model)
     targets = {part: _target_suffixes(model, part, suffixes, linears) for part, suffixes in lora.targets.items()}
@@ -153,6 +155,8 @@ def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
                     f"nor a mixture's experts do; the {part}'s end in {', '.join(endings)}; {ALL_LINEAR} names them all"
                 )
     names = [name for name in linears if any(_ends_with(name, suffix) for suffix in targets.get(part_of(name), ()))]
+    if lora.takes_from_base:
+        _require_rank(model, names, lora)
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -160,7 +164,20 @@ def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
         bias="none",
         task_type="CAUSAL_LM",
         target_modules=names,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        init_lora_weights=True if lora.init == "default" else lora.init,
     )
+
+
+def _require_rank(model: PreTrainedModel, names: Sequence[str], lora: LoraParams) -> None:
+    """Raises UserError unless each layer has as many rows and columns as an adapter takes of its weight."""
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        if isinstance(layer, Conv1D) and lora.init == "olora":
+            raise UserError(f"lora.init: olora does not know weights with inputs first, as of {name}; use pissa")
+        if (most := min(layer.weight.shape)) < lora.rank:
+            raise UserError(f"lora.rank: {lora.rank}, but {lora.init} finds at most {most} directions in {name}")
 
 
 def adaptable_linears(model: PreTrainedModel) -> list[str]:
@@ -247,25 +264,57 @@ def trained_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tenso
     }
 
 
+def initial_tensors(model: PreTrainedModel | PeftModel, recipe: LearningParams) -> dict[str, torch.Tensor]:
+    """The adapter before the first step, if it starts as a part of the base; else nothing. As `trained_tensors`."""
+    if recipe.lora is None or not recipe.lora.takes_from_base:
+        return {}
+    return {name: tensor.clone() for name, tensor in trained_tensors(model).items() if ".lora_" in name}
+
+
+def on_whole_base(adapter: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An adapter of twice the rank, which on the base's own weights does what `adapter` does on what `initial` left.
+
+    The change of a weight is BA - B₀A₀. PEFT saves it as [B, -B₀][A; A₀] (peft_model.py, save_pretrained), two large
+    terms of a small difference, which 16 bits lose. The same is (B - B₀)A + B₀(A - A₀), where each term is small.
+    """
+    plain = dict(adapter)
+    for name, tensor in adapter.items():
+        if ".lora_A." in name:  # (rank, inputs)
+            plain[name] = torch.cat((tensor, tensor - initial[name]))
+        elif ".lora_B." in name:  # (outputs, rank)
+            plain[name] = torch.cat((tensor - initial[name], initial[name]), dim=1)
+    return plain
+
+
 def save_trained(
-    model: PreTrainedModel | PeftModel, folder: Path, *, base_dir: str, tensors: dict[str, torch.Tensor]
+    model: PreTrainedModel | PeftModel,
+    folder: Path,
+    *,
+    base_dir: str,
+    tensors: dict[str, torch.Tensor],
+    initial: Mapping[str, torch.Tensor],
 ) -> None:
     """Write `folder/adapter/` (PEFT) and `folder/weights.safetensors` (parts trained in full), if there are any.
 
     base_dir: the base's path relative to the workspace, for PEFT's own tools; loading here goes by the lineage.
-    tensors: from `trained_tensors`.
+    tensors: from `trained_tensors`. initial: from `initial_tensors`.
     """
     full = {plain_name(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
     if full:
         save_file(full, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     if isinstance(model, PeftModel):
-        config = model.peft_config["default"]
+        config = copy(model.peft_config["default"])
         config.base_model_name_or_path = base_dir
         config.target_modules = sorted(config.target_modules)  # PEFT's is a set
         adapter = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
-        model.save_pretrained(
-            folder / ADAPTER_DIR, state_dict=adapter, safe_serialization=True, save_embedding_layers=False
-        )
+        if initial:
+            adapter = on_whole_base(adapter, initial)
+            config.init_lora_weights, config.r = True, 2 * config.r
+            config.lora_alpha *= 2**0.5 if config.use_rslora else 2  # the same scale
+        with patch.dict(model.peft_config, default=config):
+            model.save_pretrained(
+                folder / ADAPTER_DIR, state_dict=adapter, safe_serialization=True, save_embedding_layers=False
+            )
         (folder / ADAPTER_DIR / "README.md").unlink(missing_ok=True)  # a model card of blanks
 
 

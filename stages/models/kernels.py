@@ -201,9 +201,9 @@ def fused_kernels(model: PreTrainedModel | PeftModel, *, used: bool) -> Iterator
 
 
 def fuse_adapters(model: nn.Module) -> None:
-    """Replace the `forward` of LoRA layers by `adapted`."""
+    """Replace the `forward` of LoRA layers by `adapted`, but for DoRA's, which compute something else."""
     for layer in model.modules():
-        if isinstance(layer, LoraLayer):  # `lora_config` makes one plain adapter for each of some linear layers
+        if isinstance(layer, LoraLayer) and not layer.lora_variant:  # `lora_config` makes one adapter for a layer
             layer.forward = partial(adapted, layer)
 
 

@@ -42,8 +42,9 @@ def disk_use(plan: Plan, params: Params) -> DiskUse:
     trained = plan.trainable["total"] * TRAINED_BYTES
     keeps_best = plan.validation is not None and plan.validation.keep_best
     adapters = sum(plan.trainable[part] for part in plan.recipe.parts.trained("lora"))
+    doubled = plan.recipe.lora is not None and plan.recipe.lora.takes_from_base  # saved with twice the rank
     return DiskUse(
-        trained_bytes=trained,
+        trained_bytes=trained + doubled * adapters * TRAINED_BYTES,
         merged_bytes=(plan.trainable["all"] - adapters) * WEIGHT_BYTES[plan.memory.precision],
         keeps_merged=params.leaves_weights(plan.name),
         # While one is written there is one more than are kept, and each may have a better one before it.

@@ -6,7 +6,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from stages.core.errors import join_truncated, pluralize
 from stages.core.lineage import short
-from stages.core.params.schema import PARTS
+from stages.core.params.schema import PARTS, LoraParams
 from stages.core.provenance import Provenance
 from stages.core.records import shown
 from stages.evaluation.statistics import LEVEL
@@ -319,9 +319,15 @@ def fairness(comparison: Comparison) -> str:
 
 
 def plan_settings(plan: Plan) -> dict[str, str]:
-    """Every setting of a plan by the path that params.yaml has in a recipe or in `memory`, without what is derived."""
+    """Every setting of a plan by the path that params.yaml has in a recipe or in `memory`, without what is derived, and
+    without an adapter's settings that are the defaults."""
     settings = flattened({key: value for key, value in asdict(plan).items() if key not in _NOT_SETTINGS})
-    return {re.sub(r"^(recipe|memory)\.", "", path): _setting_text(value) for path, value in settings}
+    usual = [(f"recipe.lora.{field.name}", field.default) for field in fields(LoraParams)]
+    return {
+        re.sub(r"^(recipe|memory)\.", "", path): _setting_text(value)
+        for path, value in settings
+        if (path, value) not in usual
+    }
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -113,21 +113,23 @@ class RecipeTrainer(ResumableTrainer):
         return loader
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The planned optimizer, one parameter group for each part, with and without weight decay, and of Muon also one
-        for the weights that are AdamW's."""
+        """The planned optimizer, one parameter group for each part, with and without weight decay; with LoRA+ the
+        adapters' B apart, and of Muon also the weights that are AdamW's."""
         if self.optimizer is None:  # type: ignore[has-type]
             model, rates = model or self.model, self.plan.schedule.learning_rates
-            weight_decay = self.plan.recipe.weight_decay
+            weight_decay, lora = self.plan.recipe.weight_decay, self.plan.recipe.lora
+            ratio = lora.loraplus_lr_ratio if lora is not None else 1.0
             decayed = set(self.get_decay_parameter_names(model))
             by_muon = hidden_matrices(model) if self.plan.memory.optimizer == "muon" else set()
-            groups: dict[tuple[Part, bool, bool], list[nn.Parameter]] = {}
+            groups: dict[tuple[Part, bool, bool, float], list[nn.Parameter]] = {}
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    group = (part_of(name), name in decayed, name in by_muon)
+                    rate = rates[part_of(name)] * (ratio if ".lora_B." in name else 1.0)
+                    group = (part_of(name), name in decayed, name in by_muon, rate)
                     groups.setdefault(group, []).append(parameter)
             settings = [
-                {"params": parameters, "lr": rates[part], "weight_decay": weight_decay if decay else 0.0, MUON: muon}
-                for (part, decay, muon), parameters in groups.items()
+                {"params": parameters, "lr": rate, "weight_decay": weight_decay if decay else 0.0, MUON: muon}
+                for (_, decay, muon, rate), parameters in groups.items()
             ]
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             if self.plan.memory.optimizer == "muon":

@@ -207,6 +207,12 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         # Recipes
         ({f"{R1}.parts": {}}, f"{R1}.parts: "),
         ({f"{R1}.lora": None}, f"{R1}.lora: missing"),
+        ({f"{R2}.lora": {"rank": 4, "alpha": 8, "targets": {}, "dora": True}}, f"{R2}.lora: set, though no part is"),
+        ({f"{R1}.lora.init": "pissa"}, f"{R1}.lora.init: pissa with nf4"),
+        ({f"{R1}.lora.init": "olora"}, f"{R1}.lora.init: olora with nf4"),
+        ({f"{R1}.lora.init": "eva"}, f"{R1}.lora.init: "),
+        ({f"{R1}.lora.loraplus_lr_ratio": 0}, f"{R1}.lora.loraplus_lr_ratio: "),
+        ({f"{R1}.lora.bias": "all"}, f"{R1}.lora.bias: unknown key"),
         ({f"{R1}.parts.vision": "lora"}, f"{R1}.lora.targets.vision: missing"),
         ({"recipes.r4-joint.parts.vision": "frozen"}, "recipes.r4-joint.lora.targets.vision: set"),
         ({f"{R2}.quantization": "nf4"}, f"{R2}.quantization: "),

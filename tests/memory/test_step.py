@@ -8,6 +8,7 @@ sure, nor what its threads free. What real ones train: tests/training/test_toget
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,17 +16,22 @@ import pytest
 from stages.internals.accelerate_internals import reset_accelerator
 from stages.internals.torch_internals import pretended_processes
 from tests.memory.real_steps import PROCESSES, measured_bytes, sharded
-from tests.memory.small import ALL, FULL, GATE, LABELS, R1, R4, peak_bytes, plan_of, recorded
+from tests.memory.small import ALL, ATTENTION, EVERYTHING, FULL, GATE, LABELS, R1, R4, peak_bytes, plan_of, recorded
 
 BF16, CHECKPOINTED = {"precision": "bf16"}, {"gradient_checkpointing": True}
 NF4, FUSED = {"quantization": "nf4"}, {"optimizer": "adamw_torch_fused"}
 PACKED, NOISE = {"padding_free": True}, {"neftune_alpha": 5.0}
 # So little of a batch that the optimizer's step is the peak.
 SHORT = {"micro_batch": 1, "grad_accumulation": 1, "max_length": 16}
+DORA = {**R4, "lora": replace(EVERYTHING, dora=True)}
+PISSA = {**R1, "lora": replace(ATTENTION, init="pissa", rslora=True, loraplus_lr_ratio=16.0)}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1, fp16": ("detection", {**R1, "precision": "fp16"}),
     "detection r1, nf4, checkpointed": ("detection", {**R1, **NF4, **CHECKPOINTED}),
     "detection r1, eager, one at a time": ("detection", {**R1, "attn": "eager", "micro_batch": 1}),
+    "detection r1, PiSSA, LoRA+": ("detection", PISSA),
+    "detection r4, DoRA, nf4, checkpointed": ("detection", {**DORA, **NF4, **CHECKPOINTED}),
+    "detection r4, DoRA, bf16, sharded": ("detection", sharded({**DORA, **BF16})),
     "detection r1, from features": ("detection", {**R1, "features_bytes": 1}),
     "text full, bf16, fused": ("text", {**FULL, **BF16, **FUSED}),
     "moe gate": ("moe", GATE),

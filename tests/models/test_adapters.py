@@ -1,8 +1,10 @@
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
@@ -79,6 +81,19 @@ def test_an_unknown_target_and_a_head_are_refused_with_the_known_ones(wrong: str
         lora_config(meta("Qwen/Qwen2-VL-2B-Instruct"), lora)
     with pytest.raises(UserError, match="has no vision"):
         apply_recipe(meta("data/tiny/qwen2"), recipe_of(vision="full"))
+
+
+def test_an_adapter_cannot_start_as_more_of_a_weight_than_there_is() -> None:
+    lora = LoraParams(rank=65, alpha=8, targets={"llm": ("all-linear",)}, init="pissa")
+    with pytest.raises(UserError, match=r"lora.rank: 65, but pissa finds at most 64 directions in .*k_proj"):
+        lora_config(meta("data/tiny/qwen2"), lora)
+    lora_config(meta("data/tiny/qwen2"), replace(lora, rank=64))
+    lora_config(meta("data/tiny/qwen2"), replace(lora, init="gaussian"))
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
+    lora = replace(lora, rank=2, targets={"llm": ("c_attn",)})
+    lora_config(gpt2, lora)
+    with pytest.raises(UserError, match=r"olora does not know weights with inputs first, as of .*c_attn; use pissa"):
+        lora_config(gpt2, replace(lora, init="olora"))
 
 
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")

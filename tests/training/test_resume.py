@@ -317,6 +317,17 @@ def test_a_killed_training_with_images_and_dropout_on_weights_in_4_bits(build: B
     resumed.assert_same(Workplace(build, tmp_path / "elsewhere").train(LORA, ON_SIGNALS))
 
 
+@pytest.mark.parametrize(
+    "variant", [{"dora": True, "loraplus_lr_ratio": 9.0}, {"init": "pissa", "rslora": True}, {"init": "olora"}], ids=str
+)
+def test_a_killed_variant_of_lora(workplace: Workplace, text_dir: Path, tmp_path: Path, variant: Any) -> None:
+    plan = changed(UNSEEN, lora=replace(DROPOUT, **variant))
+    for step in (2, 4):
+        workplace.interrupt(plan, at=At(step, kill))
+    resumed, undisturbed = workplace.train(plan), text_workplace(text_dir, tmp_path / "calm").train(plan, ON_SIGNALS)
+    resumed.assert_same(undisturbed)
+
+
 def test_a_killed_mixture_whose_experts_are_kept_in_balance(text_dir: Path, tmp_path: Path) -> None:
     """Its routers are far from balanced, so that the auxiliary loss matters."""
     experts = {name: save_expert(tmp_path / name, text_dir, seed=seed) for seed, name in enumerate("abc", 1)}

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader, skip_first_batches
+from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from torch.optim import AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -78,6 +79,26 @@ def test_each_part_has_its_own_learning_rate(build: Build) -> None:
     }
     scale = PARAMS.active.learning_rate_scale
     assert rates == {"vision": pytest.approx(3e-5 * scale), "llm": pytest.approx(1e-4 * scale)}
+
+
+def test_the_rates_of_loraplus_are_those_of_peft(build: Build) -> None:
+    lora = PARAMS.recipe("r4-joint").lora
+    assert lora is not None
+    trainer = build(plan_for("r4-joint", lora=replace(lora, loraplus_lr_ratio=16.0), weight_decay=0.1))
+    rate = 1e-4 * PARAMS.active.learning_rate_scale
+    theirs = create_loraplus_optimizer(
+        *(trainer.model, torch.optim.AdamW), lr=rate, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.1
+    )
+
+    def settings_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, tuple[float, float]]:
+        return {
+            parameter: (group["lr"], group["weight_decay"])
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    assert settings_of(trainer.create_optimizer()) == settings_of(theirs)
+    assert {rates for rates, _ in settings_of(theirs).values()} == {rate, rate * 16}
 
 
 def test_micro_batches_of_an_effective_batch_follow_one_trajectory(build: Build) -> None:

@@ -151,6 +151,11 @@ def _recipe(here: str, recipe: RecipeParams) -> Problems:
         yield f"{here}.parts", "every part is frozen, so nothing would be trained"
     if recipe.parts.trained("lora") and recipe.lora is None:
         yield f"{here}.lora", "missing, though parts ask for it"
+    if recipe.lora is not None and not recipe.parts.trained("lora"):
+        yield f"{here}.lora", "set, though no part is trained by lora"
+    if recipe.lora is not None and recipe.lora.takes_from_base and recipe.quantization == "nf4":
+        why = "what it leaves in the base would be quantized again, and the adapter would fit no other base"
+        yield f"{here}.lora.init", f"{recipe.lora.init} with nf4: {why}; use default, or quantization: none"
     if recipe.quantization == "nf4" and recipe.parts.trained("full"):
         yield f"{here}.quantization", "nf4 weights cannot be trained in full; use lora, or quantization: none"
     for part in PARTS:

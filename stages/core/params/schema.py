@@ -247,10 +247,23 @@ class LoraParams:
     rank: Size
     """Adapter width."""
     alpha: Rate
-    """The adapter's output is scaled by alpha / rank."""
+    """The adapter's output is scaled by alpha / rank, with `rslora` by alpha / sqrt(rank)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: dict[Part, Annotated[tuple[str, ...], Field(min_length=1)]]
     """Suffixes of module names by part, in whole dotted components: `attn.proj` does not match `o_proj`."""
+    rslora: bool = False
+    dora: bool = False
+    """The length of each row of a weight is learned apart from its direction, which the adapter turns."""
+    init: Literal["default", "gaussian", "pissa", "olora"] = "default"
+    """Start of the adapter: zero, with A uniform or gaussian; with pissa and olora the largest part of the weight, and
+    only the rest stays in the base. Such an adapter is saved as a plain one of twice the rank."""
+    loraplus_lr_ratio: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
+    """LoRA+: the learning rate of each B, as a multiple of its A's."""
+
+    @property
+    def takes_from_base(self) -> bool:
+        """Whether the adapter starts as a part of the weight that it adapts, and the base's weight as the rest."""
+        return self.init in ("pissa", "olora")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
