@@ -1,5 +1,6 @@
 """Fixtures that more than one folder uses."""
 
+import gc
 import logging
 import signal
 from collections.abc import Iterator
@@ -34,6 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.get_closest_marker("pipeline") is None, not item.nodeid.startswith(LONG)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Everything is imported by now. What stages collect in this process is then their own, and not torch's modules."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

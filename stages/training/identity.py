@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ def _imported_code() -> Iterator[tuple[str, str]]:
         yield path.as_posix(), _without_texts((root / path).read_bytes())
 
 
+@cache
 def _without_texts(source: bytes) -> str:
     """A file's syntax tree, without comments, docstrings, layout and line numbers: they change no result."""
 
