@@ -38,12 +38,12 @@ class Fit:
         return replace(self, plan=plan, prediction=predict(plan), changes=changes_between(self.plan, plan))
 
     def relative_time(self) -> float:
-        """Time of a step, to compare plans of one recipe: on the fastest of the cards; on a CPU its arithmetic."""
+        """Time of a step, to compare plans of one recipe: the mean of its cards; on a CPU its arithmetic."""
         plan = self.plan
         if not plan.on_gpu:
             return self.prediction.flops * plan.schedule.grad_accumulation
-        tflops = max(card.tflops for card in cards_for(plan.device, plan.memory.precision) or CARDS)
-        return step_seconds(plan, self.prediction, tflops)
+        cards = cards_for(plan.device, plan.memory.precision) or CARDS
+        return fmean(step_seconds(plan, self.prediction, card.tflops) for card in cards)
 
     def lines(self) -> list[str]:
         """Schedule, disk for features, changes and memory, for logs; on a CPU in short if the plan fits."""
