@@ -190,7 +190,7 @@ lock: setup
 # Remove results and tool caches; .venv and DVC's cache stay
 .PHONY: clean
 clean:
-	rm -rf data/bases data/builds data/exports data/prepared data/runs data/predictions data/provenance data/published data/report
+	rm -rf data/bases data/builds data/exports data/guards/*/ data/prepared data/runs data/predictions data/provenance data/published data/report
 	rm -rf .bakeoff/checkpoints .bakeoff/logs .bakeoff/stages .bakeoff/triton .bakeoff/verify
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	find stages tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 import pyarrow as pa
 
 from stages.core.atomic import atomic_folder, atomic_write
@@ -34,9 +36,12 @@ from stages.core.records import rebuild
 from stages.core.tasks import load_task, require_answer_format
 from stages.data.conversation import Conversation
 from stages.data.groups import groups_of
+from stages.data.guards import GUARD, GUARDS_FILE, read_guard
 from stages.data.parquet import write_rows
 from stages.evaluation.generate import TextGenerator, batch_size_for, load_generator
+from stages.evaluation.likelihood import AnswerLikelihood, answer_log_likelihoods
 from stages.evaluation.score import Scored, failures, read_completions, score_completions, summary, write_examples
+from stages.evaluation.statistics import figures, perplexity
 from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
 from stages.exporting.certificate import exported_model
 from stages.exporting.packages import require_llama_cpp
@@ -50,6 +55,9 @@ from stages.reporting.tracking import track_evaluation
 from stages.training.records import TrainingSummary
 
 log = logging.getLogger("stages")
+
+GUARDED = pa.schema([("guard", pa.string()), ("id", pa.string()), ("nats", pa.float64()), ("tokens", pa.float64())])
+"""Columns of guards.parquet: `nats` is the negative log-likelihood of a row's answers, `tokens` their number."""
 
 
 @click.command(help=__doc__)
@@ -74,6 +82,9 @@ def main(name: str, attempt: int) -> None:
 
     metrics = evaluation.metrics | ({} if params.scored == "val" else {"split": params.scored})
     metrics |= {f"{FAILURE}{kind}": len(rows) for kind, rows in failures(evaluation.rows, scoring).items()}
+    for guard in params.guards if evaluation.guarded else ():
+        values = [(row["nats"], row["tokens"]) for row in evaluation.guarded if row["guard"] == guard]
+        metrics |= figures(f"{GUARD}{guard}", np.array(values), perplexity)
     with atomic_folder(run_dir / "examples") as examples_dir:
         write_examples(records, evaluation.rows, scoring, examples_dir)
     rows, schema = evaluation.rows, scoring.PREDICTIONS
@@ -84,6 +95,8 @@ def main(name: str, attempt: int) -> None:
     atomic_write(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
     report_run_dir = report_runs_dir(Path("data"), task.name) / name
     copy_to_report(run_dir, report_run_dir, lineage=evaluation.lineage)
+    if evaluation.guarded:
+        write_rows(evaluation.guarded, report_run_dir / GUARDS_FILE, GUARDED)
     if evaluation.certificate:
         evaluation.certificate.write(report_run_dir / CERTIFICATE_FILE)
     evaluation.memory.write("evaluate", name, task=task.name)
@@ -108,6 +121,8 @@ class Evaluation:
     lineage: Lineage
     memory: MemoryLog
     certificate: EngineCertificate | None = None
+    guarded: Sequence[dict[str, Any]] = ()
+    """One row per row of a guard, as in guards.parquet; none for completions of a file."""
 
 
 def task_of(params: Params, name: str) -> Task:
@@ -163,7 +178,19 @@ def evaluate_model(
     }
     if not (planned or by_vllm or profile.memory.precision == "fp32"):
         metrics |= rebatched(generator, records, questions, task, scored)
-    return Evaluation(metrics=metrics, rows=scored.rows, lineage=lineage, memory=memory, certificate=certificate)
+    one_by_one = partial(answer_log_likelihoods, generator.model, generator.processor, batch_size=1)
+    made: dict[str, Any] = {"lineage": lineage, "memory": memory, "certificate": certificate}
+    return Evaluation(metrics=metrics, rows=scored.rows, guarded=guard_rows(params.guards, one_by_one), **made)
+
+
+def guard_rows(guards: Iterable[str], likelihoods: Callable[..., list[AnswerLikelihood]]) -> list[dict[str, Any]]:
+    """Rows of GUARDED. likelihoods: the model's, of conversations in order."""
+    rows = [(guard, row) for guard in guards for row in read_guard(guard)]
+    found = likelihoods([row for _, row in rows]) if rows else []
+    return [
+        {"guard": guard, "id": row.sample_id, "nats": -each.sum_logprob, "tokens": float(each.num_tokens)}
+        for (guard, row), each in zip(rows, found, strict=True)
+    ]
 
 
 def rebatched(
@@ -210,7 +237,8 @@ def evaluate_gguf(
         "size_bytes": certificate.size_bytes,
         "same_prompts": generator.same_prompts(questions),
     }
-    return Evaluation(metrics=metrics, rows=rows, lineage=lineage, memory=memory)
+    guarded = guard_rows(params.guards, generator.likelihoods)
+    return Evaluation(metrics=metrics, rows=rows, lineage=lineage, memory=memory, guarded=guarded)
 
 
 def evaluate_file(

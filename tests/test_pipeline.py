@@ -26,11 +26,14 @@ PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
 READ = load_params(ROOT / "params.yaml")
 IGNORED = Repo(str(ROOT)).dvcignore
 PIPELINE = {stage.name: stage for stage in declared_stages(ROOT)}
-EXPORT = {"exports": {"made-up": {"recipe": "chat-lora", "task": "chat", "data": "conversations"}}}
+MADE_UP = {
+    "exports": {"made-up": {"recipe": "chat-lora", "task": "chat", "data": "conversations"}},
+    "guards": {"made-up": {"source": "folder:data/tiny/general"}},
+}
 STAGES = PIPELINE | {
     stage.name: stage
-    for kind in ("export", "exported")  # params.yaml has no entry for them
-    for stage in _instances(kind, YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"][kind], EXPORT)
+    for kind in ("export", "exported", "guard")  # params.yaml has no entry for them
+    for stage in _instances(kind, YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"][kind], MADE_UP)
 }
 TASKS = sorted(path.parent.name for path in ROOT.glob("stages/tasks/*/report.py"))
 
@@ -226,6 +229,13 @@ def test_dvc_refuses_a_name_that_leads_out_of_its_folders(group: str, name: str,
 
 
 # Outputs
+
+
+def test_guards_rerun_plans_and_evaluations_and_train_nothing() -> None:
+    reading = {stage.name.partition("@")[0] for stage in STAGES.values() if "data/guards" in stage.deps}
+    assert reading == {"plan", "evaluate", "baseline", "exported"}
+    made = {out for stage in STAGES.values() if stage.name == "guard@made-up" for out in stage.written}
+    assert made == {"data/guards/made-up"}
 
 
 def test_every_output_is_where_dvc_may_write() -> None:

@@ -4,6 +4,8 @@ Detection: test_stages.py. Mixtures: test_build.py.
 """
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +14,20 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from stages.core.lineage import read_lineage
+from stages.data.guards import read_guard
+from stages.evaluation.likelihood import answer_log_likelihoods
+from stages.internals.torch_internals import cpu_peak
 from stages.models.certificate import MergeCertificate
+from stages.models.prompts import load_processor
 from stages.planning.plan import read_plan
+from stages.planning.prediction import read_memory
 from stages.tasks.amr.samples.blocks import read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import read_graph
+from tests import ROOT
 from tests.data.images import png
 from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
 
@@ -75,6 +85,7 @@ class Case:
 
 
 TINY = "profiles.tiny"
+GENERAL = ROOT / "data/tiny/general/sentences.jsonl"
 CASES = {
     "amr": Case(
         task="amr",
@@ -103,6 +114,7 @@ CASES = {
                 "reader": {"metrics": ["json", "exact", "token_f1", "rouge_l", "chrf", "perplexity"]},
             },
             "recipes.chat-full.parts": {"vision": "full", "llm": "full"},
+            "guards": {"general": {"source": f"folder:{ROOT}/data/tiny/general"}},
         },
         before=write_images,
     ),
@@ -135,7 +147,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 raw["recipes"][case.recipe]["max_steps"] = 2
                 write_params(raw)
                 done("base", case.base)
-                done("prepare", case.dataset)
+                for data in (case.dataset, *raw["guards"]):
+                    done("prepare", data)
                 done("evaluate", case.baseline)
                 all_the_way(case.recipe)
                 done("compare", case.task)
@@ -180,6 +193,73 @@ def test_task_end_to_end(name: str, finished: Callable[[str], Path]) -> None:
     assert [column for column in case.columns if column in heading] == sorted(case.columns, key=heading.index)
     assert {case.baseline, case.recipe} <= {row.split()[0] for row in rows if row}
     assert (report_dir / "index.html").is_file()
+
+
+# Guards: what is lost elsewhere.
+
+
+def test_every_model_is_measured_on_a_guard_and_every_recipe_compared_there_with_its_base(
+    finished: Callable[[str], Path],
+) -> None:
+    workspace = finished("chat with images")
+    texts = [json.loads(each)["completion"] for each in GENERAL.read_text().splitlines()]
+    lost = {}
+    for run, folder in (("base-assistant", "bases/assistant"), ("chat-full", "runs/chat-full/merged")):
+        found = pq.read_table(workspace / f"data/report/chat/runs/{run}/guards.parquet").to_pylist()
+        assert [each["guard"] for each in found] == ["general"] * len(texts)
+        lost[run] = json.loads((workspace / f"data/runs/{run}/metrics.json").read_text())["guard_general"]
+        tokens = sum(each["tokens"] for each in found)
+        assert lost[run] == pytest.approx(math.exp(sum(each["nats"] for each in found) / tokens))
+        assert found[3]["nats"] == pytest.approx(nats(workspace / "data" / folder, "Viết một câu.", texts[3]), abs=1e-3)
+    table = (workspace / "data/report/chat/table.txt").read_text()
+    assert "On general" in table
+    gap = lost["chat-full"] - lost["base-assistant"]
+    assert re.search(rf"  chat-full against its base, on general: .*\({gap:+.3f} \[|than .* by {gap:+.3f} \[", table)
+    assert "Perplexity on the guard general" in (workspace / "data/report/chat/index.html").read_text()
+
+
+def nats(folder: Path, question: str, answer: str) -> float:
+    """The negative log-likelihood of an answer and the end of its turn, as transformers alone computes it."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    asked = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    before = len(tokenizer(prompt)["input_ids"])
+    ids = tokenizer(f"{prompt}{answer}<|im_end|>", return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        log_probs = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+    return float(-log_probs[before - 1 :].sum())
+
+
+def test_a_guard_is_kept_out_of_trainings_and_counts_in_the_memory_of_evaluations(
+    workspace: Callable[[str], None],
+) -> None:
+    workspace("chat with images")
+    write_params(changed(read_params(), {"guards": {"held": {"source": "folder:held"}}}))
+    row = {"messages": json.loads(Path("talks/train.jsonl").read_text().splitlines()[0])["messages"]}
+
+    def prepare(answer: str) -> None:
+        row["messages"][1]["content"] = answer
+        Path("held/rows.jsonl").write_text(json.dumps(row) + "\n")
+        done("prepare", "held")
+
+    assert "params.yaml: guards.held.source: no dataset folder held" in refused("prepare", "held")
+    Path("held").mkdir()
+    Path("held/rows.jsonl").write_text("A text.\n")
+    assert "folder:held has 1 invalid sample" in refused("prepare", "held")
+    prepare(row["messages"][1]["content"].upper())
+    message = refused("plan", "chat-full")
+    assert "1 row of guards.held would be trained on: rows.jsonl:1 is train.jsonl:1; remove" in message
+    short = read_memory("chat-full").evaluation_bytes
+    prepare("A longer answer than any. " * 200)
+    done("plan", "chat-full")
+    planned = read_memory("chat-full").evaluation_bytes
+    assert planned > short
+    model = AutoModelForImageTextToText.from_pretrained("data/bases/assistant", dtype=torch.float32).eval()
+    processor = load_processor(Path("data/bases/assistant"), None)
+    with cpu_peak((*model.parameters(), *model.buffers())) as peak:
+        answer_log_likelihoods(model, processor, read_guard("held"), batch_size=1)
+    assert short < peak.size_bytes <= planned
 
 
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [

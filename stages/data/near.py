@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from stages.core.errors import UserError, join_truncated, pluralize
+from stages.data.conversation import Conversation
 from stages.data.texts import same_text
 
 Description = NDArray[np.uint64]
@@ -129,3 +131,19 @@ def _share(one: Description, other: Description) -> float:
     """Estimated Jaccard similarity of the runs of two texts: of the smallest hashes of both, those that both have."""
     smallest = np.union1d(one, other)[:SKETCH]
     return float(np.isin(smallest, np.intersect1d(one, other)).mean())
+
+
+def require_untrained(guard: str, rows: Sequence[Conversation], trained: Sequence[Conversation]) -> list[str]:
+    """A line for each row of a guard that resembles a training sample. Raises UserError if one has the same text."""
+
+    def texts(some: Sequence[Conversation]) -> list[tuple[str, str]]:
+        parts = ([part.get("text", "") for turn in each.messages for part in turn["content"]] for each in some)
+        return [(each.sample_id, " ".join(text)) for each, text in zip(some, parts, strict=True)]
+
+    splits = {"train": texts(trained), guard: texts(rows)}
+    known = {same_text(text): sample for sample, text in splits["train"]}
+    if same := [f"{row} is {known[same_text(text)]}" for row, text in splits[guard] if same_text(text) in known]:
+        found = f"{pluralize(len(same), 'row')} of guards.{guard} would be trained on: {join_truncated(same)}"
+        raise UserError(f"{found}; remove each from the guard or from the training data")
+    described = {name: [(sample, describe_text(text)) for sample, text in some] for name, some in splits.items()}
+    return [f"guards.{guard}: {row} resembles train {sample}" for _, row, _, sample in near_duplicates(described)]

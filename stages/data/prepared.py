@@ -144,11 +144,12 @@ def read_text_files(
 
 
 def prepare(
-    sources: ModuleType, dataset: DatasetParams, data: DataParams, out_dir: Path, *, path: str
+    sources: ModuleType, dataset: DatasetParams, data: DataParams, out_dir: Path, *, path: str, trained: bool = True
 ) -> dict[str, Any]:
     """Read and check a dataset and write it, whole or not at all, to `out_dir`. Returns the content of stats.json.
 
-    sources: the task's module of that name. path: the dataset's own in params.yaml, for messages.
+    sources: the task's module of that name. path: the dataset's own in params.yaml, for messages. trained: whether it
+    has samples to train on; else all are of the validation split.
     """
     reader = reader_of(sources, dataset, path)
     try:
@@ -158,6 +159,10 @@ def prepare(
             raw = sources.read(dataset, reader)
     except WrongSplit as error:
         raise UserError(f"params.yaml: {path}.{error.message}") from None
+    except UserError as error:
+        raise error if trained else UserError(f"params.yaml: {path}.source: {error.message}") from None
+    if not trained:
+        raw, data = replace(raw, splits={"val": raw.splits["train"]}), replace(data, selection=0.0)
     return write_prepared(raw, out_dir, data, dataset.limit)
 
 
@@ -250,7 +255,7 @@ class _Preparation(Generic[R]):
 
     def __init__(self, dataset: RawDataset[R], data: DataParams) -> None:
         self.dataset, self.rules, self.data = dataset, dataset.rules, data
-        names = {"train", "val", *dataset.splits, *(["selection"] if data.selection else [])}
+        names = {"val", *dataset.splits, *(["selection"] if data.selection else [])}
         self.splits: dict[str, _Split[R]] = {name: _Split() for name in SPLITS if name in names}
         self.described: dict[str, list[tuple[Place, Description]]] = {}
         """The place and description of each sample of a split, in the order in which splits are read."""

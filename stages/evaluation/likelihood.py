@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.data.conversation import Conversation
-from stages.evaluation.generate import encoded_batches
+from stages.evaluation.generate import LOG_INTERVAL_S, encoded_batches
 from stages.mixture.certificate import Routing
 from stages.mixture.routing import outputs_of, routers_of, routing_by_row
 from stages.models.forward import forward_from
@@ -49,7 +49,7 @@ def answer_log_likelihoods(
     model's precision, and only for tokens of the answers, LOGIT_ROWS at a time.
     """
     likelihoods: dict[int, AnswerLikelihood] = {}
-    started = time.monotonic()
+    started = logged = time.monotonic()
     for indices, batch in encoded_batches(
         processor, conversations, batch_size, padding_side="right", max_length=max_length, mark_answers=True
     ):
@@ -58,8 +58,9 @@ def answer_log_likelihoods(
         sums = _sums(model, inputs, in_answer)
         for index, total, tokens in zip(indices, sums, in_answer.sum(dim=1).tolist(), strict=True):
             likelihoods[index] = AnswerLikelihood(total, tokens)
-        rate = len(likelihoods) / (time.monotonic() - started)
-        log.info("scored %d/%d completions  %.1f/s", len(likelihoods), len(conversations), rate)
+        if (now := time.monotonic()) - logged > LOG_INTERVAL_S or len(likelihoods) == len(conversations):
+            logged, rate = now, len(likelihoods) / (now - started)
+            log.info("scored %d/%d completions  %.1f/s", len(likelihoods), len(conversations), rate)
     if broken := sum(not isfinite(each.sum_logprob) for each in likelihoods.values()):
         raise UserError(
             f"{broken} of {len(likelihoods)} answers have no likelihood, as the model's figures are not finite: they "

@@ -314,6 +314,6 @@ def gpus_wanted(stage: str, device: DeviceParams) -> int:
 def source_of(stage: str, name: str, params: Params) -> str:
     """The data source of a `base` or `prepare` stage; "" for other stages, and for a name the stage will refuse."""
     profile = params.active
-    if stage == "prepare" and name in profile.datasets:
-        return profile.datasets[name].source
+    if stage == "prepare" and name in profile.datasets | params.guards:
+        return (profile.datasets | params.guards)[name].source
     return profile.bases.get(name, "") if stage == "base" else ""

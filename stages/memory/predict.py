@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import TypeAlias, TypeVar
@@ -19,13 +19,15 @@ from transformers import PreTrainedConfig
 
 from stages.core.families import family_of
 from stages.core.params.schema import OPTIMIZERS, DeviceParams, MemoryParams
+from stages.data.conversation import Conversation
 from stages.memory.calibration import load_calibration
+from stages.memory.fakes import fake_batch
 from stages.memory.recorder import Peak, Recording
 from stages.memory.step import Inference, from_features, record_generation, record_step, recorded_accumulation
 from stages.models.adapters import apply_recipe, count_trainable
 from stages.models.forward import require_own_loss
 from stages.models.load import meta_model
-from stages.models.prompts import Processor
+from stages.models.prompts import Processor, count_tokens
 from stages.planning.cards import named_card, usable_bytes
 from stages.planning.ladder import prefill_batch_size
 from stages.planning.memory_use import free_and_total_bytes
@@ -53,6 +55,8 @@ class MemoryPredictor:
     config: PreTrainedConfig
     processor: Processor
     batch_of: BatchOf
+    guard: Sequence[Conversation] = ()
+    """Conversations that an evaluation reads one by one, without generating anything."""
     made: dict[str, Prediction] = field(default_factory=dict)
     """Predictions by plan, which recipes that differ in name only may share, and GPUs that differ in memory only."""
 
@@ -69,6 +73,9 @@ class MemoryPredictor:
     def generation(self, plan: Plan, batch_size: int, *, max_new_tokens: int) -> Prediction:
         """Memory of evaluating what the plan trains; training's longest samples bound its prompts."""
         batch = self.batch_of(micro_batch=prefill_batch_size(batch_size))
+        longest = max((count_tokens(self.processor, row) for row in self.guard), default=0)
+        if longest > batch["input_ids"].numel():
+            batch = fake_batch(self.config, micro_batch=1, max_length=longest, max_pixels=None)
         prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
         inference = Inference(device=plan.device.one(), precision=plan.memory.precision, attn=plan.memory.attn)
         limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,9 @@ from stages.core.environment import instruction_set
 from stages.core.families import require_precision, unlisted_words
 from stages.core.params.schema import Params
 from stages.core.tasks import require_answer_format
+from stages.data.conversation import Conversation
+from stages.data.guards import GUARDS_DIR, read_guard
+from stages.data.near import require_untrained
 from stages.memory.fakes import fake_batch, fake_processor
 from stages.memory.fit import Fit, fitting_batch_size
 from stages.memory.predict import BatchOf, MemoryPredictor, capacity_bytes
@@ -65,11 +69,11 @@ def preview(
     require_answer_format(samples, params.recipe(recipe).answer_format, f"recipes.{recipe}.answer_format")
     require_precision(config.model_type, params.active.memory.precision)
     if has_data:
-        plan, processor, batch_of, lengths, notes = with_data(params, recipe, samples, base_dir, config)
+        plan, processor, batch_of, lengths, notes, guard = with_data(params, recipe, samples, base_dir, config)
     else:
         plan, processor, batch_of = without_data(params, recipe, config)
-        lengths, notes = [], ()
-    predict = MemoryPredictor(config=config, processor=processor, batch_of=batch_of, **options)
+        lengths, notes, guard = [], (), []
+    predict = MemoryPredictor(config=config, processor=processor, batch_of=batch_of, guard=guard, **options)
     plan, choices = predict.completed(replace(plan, base_dir=str(base_dir)), params.active.memory)
     fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=capacity_bytes(plan.device))
     said = tuple(filter(None, (unlisted_words(config.model_type), *notes, *choices)))
@@ -78,8 +82,9 @@ def preview(
 
 def with_data(
     params: Params, recipe: str, samples: ModuleType, base_dir: Path, config: PreTrainedConfig
-) -> tuple[Plan, Processor, BatchOf, list[int], tuple[str, ...]]:
-    """Plan, processor, largest batches, lengths and notes. Raises UserError for data that the base cannot learn."""
+) -> tuple[Plan, Processor, BatchOf, list[int], tuple[str, ...], list[Conversation]]:
+    """Plan, processor, largest batches, lengths, notes, and the rows of guards that are prepared. Raises UserError for
+    data that the base cannot learn, or that a guard has too."""
     data_dir = Path("data/prepared") / params.recipe(recipe).data
     records = samples.read_split(data_dir, "train")
     facts: Any = {"has_selection": (data_dir / "selection.parquet").is_file()}
@@ -93,7 +98,11 @@ def with_data(
     references = [collator.converse(each) for each in samples.read_split(data_dir, "val")]
     check_carried(processor, references)
     room = require_answer_room(processor, references, limit, setting)
-    return plan, processor, collator.largest_batch, sorted(collator.lengths, reverse=True), (lengths, room)
+    guards = {name: read_guard(name) for name in params.guards if (GUARDS_DIR / name).is_dir()}
+    trained = [collator.converse(each) for each in records] if guards else []
+    notes = (lengths, room, *(line for each in guards.items() for line in require_untrained(*each, trained)))
+    longest_first = sorted(collator.lengths, reverse=True)
+    return plan, processor, collator.largest_batch, longest_first, notes, list(chain(*guards.values()))
 
 
 def without_data(params: Params, recipe: str, config: PreTrainedConfig) -> tuple[Plan, Processor, BatchOf]:

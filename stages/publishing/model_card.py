@@ -196,7 +196,8 @@ def _metadata(publication: Publication) -> ModelCardData:
     for each in publication.ingredients:
         hub[each.kind] += [each.repository] if each.repository else []
     data, tag = publication.evaluated_on, pipeline_tag(publication.config)
-    figures = [(metric, publication.contender.metric(metric.key)) for metric in report.metrics]
+    on_data = [metric for metric in report.metrics if not metric.guard]
+    figures = [(metric, publication.contender.metric(metric.key)) for metric in on_data]
     assert run.plan is not None
     # A single dataset of the hub has its place there, all others the name here.
     known = data[0] if len(data) == 1 and data[0].repository else None

@@ -14,7 +14,17 @@ from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import Params, recipe_of
 from stages.core.provenance import records_dir
 from stages.core.records import rebuild
-from stages.evaluation.statistics import LEVEL, UNAVAILABLE, Floats, Groups, Interval, Statistic, sample_mean
+from stages.data.guards import GUARD
+from stages.evaluation.statistics import (
+    LEVEL,
+    UNAVAILABLE,
+    Floats,
+    Groups,
+    Interval,
+    Statistic,
+    perplexity,
+    sample_mean,
+)
 from stages.planning.memory_use import stage_memory_path
 from stages.reporting.evidence import Difference, Score, as_family, difference, least_p, score
 from stages.reporting.runs import (
@@ -47,6 +57,8 @@ class Metric:
     statistic: Statistic = sample_mean
     among: str | None = None
     """A per-sample column of 0 and 1, 1 for the samples that count; None if all do."""
+    guard: str | None = None
+    """The guard that it is measured on; None for the samples."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ class TaskReport:
     def columns(self) -> tuple[str, ...]:
         """The per-sample columns that a comparison needs."""
         needed: set[str] = set()
-        for metric in self.measured:
+        for metric in (metric for metric in self.measured if metric.guard is None):
             needed |= {*metric.evidence, *([metric.among] if metric.among else [])}
         return tuple(sorted(needed))
 
@@ -290,16 +302,31 @@ def compare(
 
 def task_report(module: ModuleType, params: Params, task: str) -> TaskReport:
     """The report of a task, from its module `report`: REPORT, or the result of `report_for` for the datasets that its
-    runs are evaluated on. Raises UserError if no recipe has the task."""
+    runs are evaluated on; and a column for each guard. Raises UserError if no recipe has the task."""
     tasks = dict.fromkeys(recipe.task for recipe in params.recipes.values())
     if task not in tasks:
         raise UserError(f"no recipe of params.yaml has the task {task!r}; there are: {', '.join(tasks)}")
-    if not hasattr(module, "report_for"):
-        return module.REPORT
     subjects = [params.subject(name) for name in (*params.baselines, *params.recipes)]
     names = dict.fromkeys(subject.data for subject in subjects if subject.task == task)
-    known = params.active.datasets
-    return module.report_for({name: known[name] for name in names if name in known})
+    known = {name: params.active.datasets[name] for name in names if name in params.active.datasets}
+    report: TaskReport = module.report_for(known) if hasattr(module, "report_for") else module.REPORT
+    return replace(report, metrics=(*report.metrics, *map(guard_metric, params.guards)))
+
+
+def guard_metric(guard: str) -> Metric:
+    key = f"{GUARD}{guard}"
+    return Metric(
+        key=key,
+        heading=f"On {guard}",
+        format=".2f",
+        meaning=f"Perplexity on the guard {guard}, which no recipe trains on: e to the mean negative log-likelihood of "
+        "a token. Lower is better; a recipe's above its base's is what training lost.",
+        optional=True,  # an answers file has none
+        higher_is_better=False,
+        evidence=(f"{key}_nats", f"{key}_tokens"),
+        statistic=perplexity,
+        guard=guard,
+    )
 
 
 def read_contenders(params: Params, report: TaskReport, data_dirs: Sequence[Path]) -> list[Contender]:
@@ -348,6 +375,7 @@ def read_task_run(params: Params, report: TaskReport, name: str, data_dir: Path)
         columns=report.columns,
         trained=name in params.recipes,
         exported=name in params.exports,
+        guards=[metric.guard for metric in report.metrics if metric.guard],
         memory_by_stage=_memory_by_stage(params, report.task, name, data_dir),
         records_dir=records_dir(data_dir, report.task),
     )
@@ -407,7 +435,7 @@ def evidence_of(metric: Metric, run: Run) -> Floats:
 
 def groups_of(metric: Metric, run: Run) -> Groups | None:
     """The group of each sample that counts; None if each is its own."""
-    if run.groups is None:
+    if run.groups is None or metric.guard:
         return None
     groups = run.groups if metric.among is None else run.groups[run.columns[metric.among] == 1]
     return groups if len(np.unique(groups)) < len(groups) else None
@@ -506,15 +534,22 @@ def _why_left_out(contender: Contender, *, over_seeds: bool) -> str:
 
 
 def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Question]:
-    """The task's own, then every recipe against the base it comes from, and against each answers file, and every export
-    against its model."""
+    """The task's own, then every recipe against the base it comes from, on each guard too, and against each answers
+    file, and every export against its model."""
     asked = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
+    against_base = [
+        (name, contender.baseline)
+        for name, contender in by_name.items()
+        if contender.baseline is not None and contender.baseline in by_name
+    ]
     return (
         asked
+        + [Question(f"{name} against its base", name, base) for name, base in against_base]
         + [
-            Question(f"{name} against its base", name, contender.baseline)
-            for name, contender in by_name.items()
-            if contender.baseline is not None and contender.baseline in by_name
+            Question(f"{name} against its base, on {metric.guard}", name, base, metric.key)
+            for metric in report.metrics
+            if metric.guard
+            for name, base in against_base
         ]
         + [
             Question(f"{name} against {other}", name, other)

@@ -274,7 +274,7 @@ def _difference_drawing(metric: Metric, comparison: Comparison) -> Drawing | Non
     if not rows:
         return None
     words = comparison.report.primary_words if primary else metric.heading
-    grouped = comparison.counts[1]
+    grouped = comparison.counts[1] and not metric.guard
     ahead = "Right" if metric.higher_is_better else "Left"
     return _interval_drawing(
         rows,

@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -22,6 +23,7 @@ from stages.core.errors import UserError
 from stages.core.lineage import Lineage, lineage_text, read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
 from stages.core.records import damaged, read_record, rebuild
+from stages.data.guards import GUARD, GUARDS_FILE
 from stages.data.parquet import read_rows, read_schema
 from stages.evaluation.statistics import Floats, Groups
 from stages.models.certificate import MergeCertificate
@@ -87,7 +89,9 @@ class Run:
     """Id, truth and group of each sample, in order: equal for runs that may be compared."""
     sample_ids: tuple[str, ...]
     columns: Mapping[str, Floats]
-    """Per-sample values by column of predictions.parquet, each (samples,)."""
+    """Per-sample values by column of predictions.parquet, each (samples,); of guards, each (rows of the guard,)."""
+    guard_rows: tuple[str, ...] = ()
+    """Guard and id of each row of a guard, in order: equal for all models; none for completions of a file."""
     groups: Groups | None = None
     """None if each sample is its own."""
     completions: tuple[str, ...] = ()
@@ -135,6 +139,7 @@ def read_run(
     columns: Sequence[str],
     trained: bool,
     exported: bool = False,
+    guards: Sequence[str] = (),
     memory_by_stage: Mapping[str, Path] | None = None,
     records_dir: Path | None = None,
 ) -> Run | None:
@@ -144,6 +149,7 @@ def read_run(
     columns:  numeric columns to read, one value a sample.
     trained:  whether it comes from training, with a plan and a training record.
     exported: whether it is an export.
+    guards:   those to read the columns guard_NAME_nats and guard_NAME_tokens of.
     memory_by_stage: memory files of the stages that made it, in their order; a file may be missing.
     records_dir: folder of the provenance of the task's runs.
     Raises UserError for damaged files, for missing columns, and for values that are missing or not finite.
@@ -156,6 +162,12 @@ def read_run(
     fix = rebuild(stage)
     grouped = [GROUP_COLUMN] * (GROUP_COLUMN in read_schema(predictions_path, fix=f"rebuild it with: {fix}").names)
     rows = _read_predictions(predictions_path, [*identity, *columns, *grouped, "text"], fix)
+    path = run_dir / GUARDS_FILE
+    guarded = _read_predictions(path, ["guard", "id", "nats", "tokens"], fix) if path.is_file() else []
+    values = {column: _numbers(rows, column, predictions_path, fix) for column in columns}
+    for guard, column in product(guards, ("nats", "tokens")):
+        of_guard = [row for row in guarded if row["guard"] == guard]
+        values[f"{GUARD}{guard}_{column}"] = _numbers(of_guard, column, path, fix)
     lineage = read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=fix)
     metrics = read_record(dict[str, Figure], metrics_path, fix=fix)
     kinds = (*EXAMPLE_KINDS, *(key.removeprefix(FAILURE) for key in metrics if key.startswith(FAILURE)))
@@ -171,7 +183,8 @@ def read_run(
         ),
         sample_ids=tuple(str(row[identity[0]]) for row in rows),
         completions=tuple(str(row["text"]) for row in rows),
-        columns={column: _numbers(rows, column, predictions_path, fix) for column in columns},
+        columns=values,
+        guard_rows=tuple(f"{row['guard']} {row['id']}" for row in guarded if row["guard"] in guards),
         groups=_numbers(rows, GROUP_COLUMN, predictions_path, fix).astype(np.int64) if grouped else None,
         plan=read_plan(name, runs_dir=run_dir.parent, fix=fix) if trained else None,
         training=TrainingSummary.read(run_dir / "training/training.json", fix=fix) if trained else None,
@@ -192,14 +205,15 @@ def read_run(
 
 
 def refuse_different_samples(runs: Sequence[Run]) -> None:
-    """Raise UserError unless all runs were evaluated on the same samples and truth, in the same order."""
+    """Raise UserError unless all runs were evaluated on the same samples and truth, and the same guards, in order."""
     groups: dict[tuple[str, ...], list[Run]] = {}
+    guarded = next((run.guard_rows for run in runs if run.guard_rows), ())
     for run in runs:
-        groups.setdefault(run.samples, []).append(run)
+        groups.setdefault(run.samples + (run.guard_rows or guarded), []).append(run)
     if len(groups) <= 1:
         return
     lines = [
-        f"  {', '.join(run.name for run in group)}: {len(samples)} samples, digest "
+        f"  {', '.join(run.name for run in group)}: {len(group[0].samples)} samples, digest "
         + hashlib.sha256("\n".join(samples).encode()).hexdigest()[:8]
         for samples, group in groups.items()
     ]

@@ -312,6 +312,7 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         # Predictions
         ({"predictions.example-sentences.recipe": "amr-prt"}, "sentences.recipe: no recipe is called 'amr-prt'"),
         ({"predictions.example-sentences.recipe": "r1-llm-only"}, "example-sentences.task: amr"),
+        ({"guards": {"qmsum": {"source": "folder:x"}}}, "guards.qmsum: is the name of a dataset of tiny too"),
         ({"exports": {"chat-lora": EXPORT}}, "exports.chat-lora: is the name of a recipe"),
         ({"exports": {"x": EXPORT | {"data": "visempar"}}}, "exports.x.data: visempar, though recipe chat-lora has"),
         ({"exports": {"x": EXPORT | {"recipe": "chat-lara"}}}, "exports.x.recipe: no recipe is called 'chat-lara'"),

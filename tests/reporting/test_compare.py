@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from stages.reporting.compare import (
     TaskReport,
     compare,
     difference_words,
+    guard_metric,
     score_contender,
 )
 from stages.reporting.evidence import difference
@@ -138,6 +140,48 @@ def test_a_report_on_groups_says_how_many_and_counts_them_alone(groups: int, con
     assert conclusive or comparison.headline.endswith("but 60 samples in 5 groups are too few to tell.")
     limits = "intervals are 95%, paired by group." if conclusive else "too few for any interval or verdict."
     assert re.fullmatch(rf"60 samples in {groups} groups[;:] {limits}.*", design_words(comparison)[0])
+
+
+@pytest.mark.parametrize("trainings", [1, 3])
+def test_a_loss_on_a_guard_is_shown_or_not_by_the_guards_own_rows(trainings: int) -> None:
+    metric = guard_metric("general")
+    report = replace(REPORT, metrics=(*REPORT.metrics, metric), questions=())
+    nats = 100 * np.exp(np.random.default_rng(1).normal(0, 0.3, 40))  # of other rows than the samples, and fewer
+
+    def run(name: str, growth: float, seed: int) -> Run:
+        own = nats * growth * (1 + np.random.default_rng(seed).normal(0, 0.01, len(nats)))
+        columns = {"guard_general_nats": own, "guard_general_tokens": np.full(len(nats), 50.0)}
+        figure = {metric.key: float(np.exp(own.mean() / 50))}
+        made = run_of(name, scores_around(0.5, seed), figure)
+        return replace(made, columns={**made.columns, **columns}, groups=np.arange(60) % 20)
+
+    peer = run_of("peer", scores_around(0.5, 9), {"answers": "data/answers/peer.txt"})
+    none = {f"guard_general_{name}": np.zeros(0) for name in ("nats", "tokens")}
+    runs = {
+        "base": [run("base", 1, 1)],
+        "peer": [replace(peer, columns={**peer.columns, **none}, groups=np.arange(60) % 20)],
+        "worse": [run("worse", 1.2, 10 + seed) for seed in range(trainings)],
+        "same": [run("same", 1, 20 + seed) for seed in range(trainings)],
+    }
+    bases = dict.fromkeys(("worse", "same"), "base")
+    found = compare(report, [score_contender(report, name, runs[name], baseline=bases.get(name)) for name in runs])
+    words = {each.topic: each.words for each in found.insights if each.metric is metric}
+    assert list(words) == ["worse against its base, on general", "same against its base, on general"]
+    shown, not_shown = words.values()
+    assert re.search(r"worse is worse than .*base by \+[3-9]\.\d{3}", shown)
+    assert not_shown.startswith("no difference shown between" if trainings == 1 else "not settled whether")
+    cells = dict(
+        zip(
+            (each.heading for each in comparison_table(found).columns),
+            comparison_table(found).rows[1].cells,
+            strict=False,
+        )
+    )
+    assert cells["On general"] is None
+    assert re.search(r"On general\s+95% interval", comparison_text(found))
+    drawn = _difference_drawing(metric, found)
+    assert drawn is not None
+    assert "paired by sample" in base64.b64decode(drawn.light.partition(",")[2]).decode()
 
 
 def test_groups_of_a_single_sample_each_change_nothing() -> None:

@@ -82,6 +82,21 @@ def test_runs_with_other_groups_are_refused(tmp_path: Path) -> None:
         refuse_different_samples(runs)
 
 
+def test_models_measured_on_other_guards_are_refused_and_files_of_completions_have_none(tmp_path: Path) -> None:
+    runs = []
+    for name, ids in (("one", "ab"), ("two", "ab"), ("completions", ""), ("other", "a")):
+        run_dir = write_made_up_run(tmp_path, name, [0.5, 0.6, 0.7])
+        rows = [{"guard": "g", "id": each, "nats": 1.5, "tokens": 2.0} for each in ids]
+        if rows:
+            pq.write_table(pa.Table.from_pylist(rows), run_dir / "guards.parquet")
+        runs.append(read(run_dir, guards=["g"]))
+    found = [run.columns["guard_g_nats"].tolist() for run in runs]
+    assert found == [[1.5, 1.5], [1.5, 1.5], [], [1.5]]
+    refuse_different_samples(runs[:3])
+    with pytest.raises(UserError, match=r"(?s)one, two, completions: 3 samples.*other: 3 samples"):
+        refuse_different_samples(runs)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a trained and evaluated run, with the memory of a stage below its parent."""

@@ -30,7 +30,7 @@ SEED = "seed"
 """The setting in which experiments may differ whatever else is varied. Not a recipe's own: its base would be the same
 under each."""
 _EVALUATIONS = ("evaluate", "baseline", "exported")
-_SOURCES = ("base", "prepare")
+_SOURCES = ("base", "guard", "prepare")
 """Stages with outputs that also come from outside the pipeline."""
 
 

@@ -81,6 +81,8 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
             yield f"exports.{name}", "is the name of a recipe or a baseline too"
         yield from _of_recipe(f"exports.{name}", export, ("task", "data"), params)
     for name, profile in params.profiles.items():
+        for guard in params.guards.keys() & profile.datasets.keys():
+            yield f"guards.{guard}", f"is the name of a dataset of {name} too"
         yield from _profile(f"profiles.{name}", params.active if name == params.profile else profile)
         if profile.evaluation.engine == "vllm" and not params.models.keep_merged:
             yield f"profiles.{name}.evaluation.engine", "vllm reads merged models; models.keep_merged leaves none"

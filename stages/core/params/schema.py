@@ -453,6 +453,15 @@ class ExportParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class GuardParams:
+    """Conversations that nobody trains on: each model's perplexity on them is a column of the table, and each recipe's
+    is compared with its base's (docs/statistics.md)."""
+
+    source: Annotated[str, Field(pattern=r"^folder:.+$")]
+    """`folder:PATH`, of files with conversations alone (docs/data.md)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PredictionsParams:
     """Inputs without a known answer, for a trained model."""
 
@@ -574,6 +583,7 @@ class Params:
     recipes: dict[Name, RecipeParams]
     builds: dict[Name, BuildParams] = Field(default_factory=dict)
     exports: dict[Name, ExportParams] = Field(default_factory=dict)
+    guards: dict[Name, GuardParams] = Field(default_factory=dict)
     predictions: dict[Name, PredictionsParams] = Field(default_factory=dict)
     profiles: dict[Name, ProfileParams]
     licenses: dict[str, Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]] = Field(default_factory=dict)
