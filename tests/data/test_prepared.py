@@ -1,7 +1,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.core.params.schema import DataParams, LimitParams
 from stages.data.near import Description, describe_text
-from stages.data.prepared import RawDataset, Rules, Sample, write_prepared
+from stages.data.prepared import SPLITS, RawDataset, Rules, Sample, write_prepared
 from stages.data.sources import Place
 
 SCHEMA = pa.schema([("word", pa.string()), ("number", pa.int64())])
@@ -252,6 +252,14 @@ def test_a_limit_takes_the_same_records_of_what_is_left_whatever_their_order(tmp
     assert kept == sorted(kept) == words(tmp_path / "two", "train")[::-1]
     assert set(kept) < set("abcdefgh")
     assert (stats["train"]["records"], stats["val"]["records"]) == (3, 2)
+
+
+def test_every_split_has_a_limit(tmp_path: Path) -> None:
+    train = " ".join(f"word-{number}" for number in range(200))
+    limit = LimitParams(train=7, val=3, selection=5)
+    stats = prepare(tmp_path / "out", train, "a b c d", selection=0.3, limit=limit)["splits"]
+    assert {split: each["records"] for split, each in stats.items()} == {"train": 7, "val": 3, "selection": 5}
+    assert {each.name for each in fields(LimitParams)} == set(SPLITS)
 
 
 @pytest.mark.parametrize("strict", [False, True])

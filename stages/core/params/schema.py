@@ -113,6 +113,7 @@ class LimitParams:
     train: Positive | None = None
     val: Positive | None = None
     test: Positive | None = None
+    selection: Positive | None = None
 
 
 Patterns = Text | tuple[Text, ...]
