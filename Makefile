@@ -73,8 +73,8 @@ run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=,
 	@cat $(report)/table.txt
 
 .PHONY: data
-data: setup ## Show a dataset, and a sample as its model sees it (DATASET=, RECIPE=; or SOURCE=folder of images or conversations, FORMAT=)
-	@$(if $(filter-out hub:%,$(SOURCE)),$(offline)) $(python) -m tools.data $(if $(SOURCE),'$(subst ','\'',$(SOURCE))') $(if $(DATASET),--dataset '$(DATASET)') $(if $(RECIPE),--recipe '$(RECIPE)') $(if $(FORMAT),--format $(FORMAT))
+data: setup ## Show a dataset, and a sample as its model sees it (DATASET=, RECIPE=, PROFILE=; or SOURCE=folder of images or conversations, FORMAT=)
+	@$(if $(filter-out hub:%,$(SOURCE)),$(offline)) $(python) -m tools.data $(if $(SOURCE),'$(subst ','\'',$(SOURCE))') $(if $(DATASET),--dataset '$(DATASET)') $(if $(RECIPE),--recipe '$(RECIPE)') $(if $(PROFILE),--profile $(PROFILE)) $(if $(FORMAT),--format $(FORMAT))
 
 # Options that are not given are left out: a recipe, a profile, one GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \

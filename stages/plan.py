@@ -3,6 +3,7 @@
 Reads   params.yaml; the base's config and processor; the largest samples of the prepared data
 Writes  data/runs/RECIPE/plan.yaml     every setting, as train takes it
         data/runs/RECIPE/memory.json   the predicted memory by category, and the verdict
+        data/runs/RECIPE/too-long.tsv  id and length of samples longer than max_length, if it refuses them
 Run     docker/run plan r1-llm-only
 """
 
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import configure_logging
+from stages.core.atomic import atomic_write
+from stages.core.errors import UserError, configure_logging
 from stages.core.params import load_params
 from stages.core.tasks import load_task
 from stages.memory.fit import decide, duration
@@ -22,6 +24,7 @@ from stages.models.adapters import trainable_line
 from stages.models.folders import require_weights
 from stages.models.load import load_config
 from stages.planning.prediction import gib_text
+from stages.training.batches import TooLong
 
 log = logging.getLogger("stages")
 
@@ -35,7 +38,12 @@ def main(recipe: str) -> None:
     base_dir = Path("data") / wanted.base
     require_weights(base_dir)
     samples = load_task(wanted.task, "samples")
-    planned = preview(params, recipe, load_config(base_dir), samples, base_dir=base_dir)
+    (too_long := run_dir / "too-long.tsv").unlink(missing_ok=True)
+    try:
+        planned = preview(params, recipe, load_config(base_dir), samples, base_dir=base_dir)
+    except TooLong as error:
+        atomic_write(error.table, too_long)
+        raise UserError(f"{error.message}; all of them: {too_long}") from None
     fit = decide(planned.fit, planned.predict, params.active.memory.fit)
     evaluation, batch_size = planned.evaluation(fit)
     fit.plan.write(run_dir / "plan.yaml")

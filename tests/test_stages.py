@@ -24,9 +24,10 @@ from stages.memory.calibration import load_calibration
 from stages.models.certificate import MergeCertificate
 from stages.models.folders import remove_weights, weight_files
 from stages.planning.cards import usable_bytes
-from stages.train import read_base
+from stages.planning.plan import read_plan
+from stages.train import read_base, read_inputs
 from tests.damage import flip
-from tests.stage_runs import ANSWER_TOKENS, all_the_way, done, read_params, refused, small_params, write_params
+from tests.stage_runs import ANSWER_TOKENS, all_the_way, done, made, read_params, refused, small_params, write_params
 from tests.training.two_processes import run_two
 
 pytestmark = pytest.mark.pipeline
@@ -341,6 +342,30 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_or_lowered(worksp
     assert read(run_dir / "memory.json")["changes"] == ["micro_batch 2 -> 1", "grad_accumulation 2 -> 4"]
     plan = YAML(typ="safe").load(run_dir / "plan.yaml")
     assert (plan["memory"]["micro_batch"], plan["schedule"]["grad_accumulation"]) == (1, 4)
+
+
+def test_samples_that_are_too_long_are_all_named_in_a_file_or_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made(tmp_path, raw := small_params(), ("base", "assistant"), ("prepare", "conversations")))
+    run_dir, recipe = Path("data/runs/chat-lora"), raw["recipes"]["chat-lora"]
+
+    def named(max_length: int) -> list[int]:
+        recipe["max_length"] = max_length
+        write_params(raw)
+        assert f"more than max_length {max_length}" in refused("plan", "chat-lora")
+        return sorted(int(line.split("\t")[1]) for line in (run_dir / "too-long.tsv").read_text().splitlines())
+
+    lengths = named(9)
+    assert len(lengths) == 10
+    limit = max(length for length in lengths if length < lengths[-1])
+    assert named(limit) == (longer := [length for length in lengths if length > limit])
+    recipe["skip_too_long"] = True
+    write_params(raw)
+    done("plan", "chat-lora")
+    assert not (run_dir / "too-long.tsv").exists()
+    plan = read_plan("chat-lora")
+    assert plan.schedule.train_samples == len(read_inputs(plan)[0]["collator"].records) == 10 - len(longer)
 
 
 @pytest.mark.parametrize(

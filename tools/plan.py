@@ -27,7 +27,7 @@ from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, Params
 from stages.core.tasks import load_task, reader_of
 from stages.data.splits import STATS_FILE, read_origin
-from stages.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, time_text
+from stages.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, process_words, time_text
 from stages.models.folders import GEOMETRIES_DIR
 from stages.planning.cards import named_card
 from stages.planning.disk import DiskUse, disk_use
@@ -216,6 +216,7 @@ class Predictions:
         planned, fit, cheapest = self.fits(recipe, inputs)
         plan, (evaluation, batch_size) = fit.plan, planned.evaluation(fit)
         lines = fit.prediction.lines(fit.capacity_bytes)
+        lines += [] if plan.on_gpu else [process_words(fit.prediction)]
         changed: dict[str, Any] | None = None
         if fit.verdict not in (None, "fits"):
             changed = {"changes": cheapest.changes, "settings": settings(cheapest.plan), "verdict": cheapest.verdict}

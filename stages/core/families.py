@@ -155,8 +155,13 @@ def vision_tokens() -> list[str]:
 
 
 def require_precision(model_type: str, precision: str) -> None:
-    """Raises UserError if models of this family overflow in it, and warns if some do. precision: of params.yaml."""
+    """Raises UserError if models of this family overflow in it, and warns if some do, or if no one has tried.
+
+    precision: of params.yaml.
+    """
     family = family_of(model_type)
+    if precision == "fp16" and model_type not in FAMILIES:
+        log.warning("whether %s overflows in fp16 was not tried: see skipped_steps in training.json", model_type)
     if precision != "fp16" or family.overflows_in_fp16 == "never seen":
         return
     problem = f"{family.name} {family.overflows_in_fp16} overflows in fp16"

@@ -39,6 +39,8 @@ class Calibration:
     operator_us: Constant
     reserved_error_low: Constant
     reserved_error_high: Constant
+    process_mib: Constant
+    malloc_share: Constant
 
     def label(self, *, several: bool) -> str:
         """Sources of the constants that decide a prediction on a GPU; `assumed` if one of them is.

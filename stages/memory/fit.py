@@ -13,6 +13,7 @@ from stages.core.params.schema import PriceParams
 from stages.memory.calibration import load_calibration
 from stages.planning.cards import CARDS, cards_for
 from stages.planning.ladder import MAX_BATCH_SIZE, changes_between, rungs
+from stages.planning.memory_use import free_and_total_bytes
 from stages.planning.plan import Plan
 from stages.planning.prediction import PlannedMemory, Prediction, Verdict, gib_text
 
@@ -55,7 +56,8 @@ class Fit:
             lines.append(f"features of the frozen tower are kept, at most {bytes_text(plan.features_bytes)} of disk")
         lines += [f"to fit the device: {change}" for change in self.changes]
         short = self.verdict is None or (self.verdict == "fits" and not plan.on_gpu)
-        return lines + ([self.prediction.summary()] if short else self.prediction.lines(self.capacity_bytes))
+        lines += [self.prediction.summary()] if short else self.prediction.lines(self.capacity_bytes)
+        return lines if plan.on_gpu else [*lines, process_words(self.prediction)]
 
     def record(self, evaluation: Fit, batch_size: int) -> PlannedMemory:
         """evaluation: how the same plan's evaluation fits, so many completions at once."""
@@ -69,6 +71,16 @@ class Fit:
             evaluation_bytes=evaluation.prediction.total_bytes,
             evaluation_batch_size=batch_size,
         )
+
+
+def process_words(prediction: Prediction) -> str:
+    """Resident memory of a process on a CPU, an upper estimate, and what this machine has free."""
+    calibration, tensors = load_calibration(), prediction.total_bytes
+    libraries, kept = calibration.process_mib.num_bytes, round(calibration.malloc_share.value * tensors)
+    return (
+        f"the process takes up to {gib_text(libraries + tensors + kept)} GiB, {gib_text(libraries)} of them libraries "
+        f"and {gib_text(kept)} what malloc keeps; {gib_text(free_and_total_bytes()[0])} GiB are free now"
+    )
 
 
 def cheapest_fit(fit: Fit, predict: Predict, *, fill: bool = False) -> Fit:

@@ -74,7 +74,9 @@ def preview(
         plan, processor, batch_of = without_data(params, recipe, config)
         lengths, notes, guard = [], (), []
     predict = MemoryPredictor(config=config, processor=processor, batch_of=batch_of, guard=guard, **options)
-    plan, choices = predict.completed(replace(plan, base_dir=str(base_dir)), params.active.memory)
+    plan, choices = predict.completed(
+        replace(plan, base_dir=str(base_dir), model_type=config.model_type), params.active.memory
+    )
     fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=capacity_bytes(plan.device))
     said = tuple(filter(None, (unlisted_words(config.model_type), *notes, *choices)))
     return Preview(params=params, fit=fit, predict=predict, lengths=lengths, notes=said)
@@ -88,15 +90,18 @@ def with_data(
     data_dir = Path("data/prepared") / params.recipe(recipe).data
     records = samples.read_split(data_dir, "train")
     facts: Any = {"has_selection": (data_dir / "selection.parquet").is_file()}
-    plan = resolve_plan(params, recipe, train_samples=len(records), instructions=instruction_set(os.environ), **facts)
+    resolved = partial(resolve_plan, params, recipe, instructions=instruction_set(os.environ), **facts)
+    plan = resolved(train_samples=len(records))
     processor = load_processor(base_dir, plan.images, plan.recipe.template_options)
     collator = ConversationCollator.for_plan(replace(plan, base_dir=str(base_dir)), processor, records, samples)
     require_image_model(processor, data_dir)
-    collator.require_positions(config)
     lengths = collator.length_summary()
+    if left_out := len(records) - len(collator.records):
+        plan, lengths = resolved(train_samples=len(collator.records)), f"{lengths}; {left_out:,} longer ones left out"
     limit, setting = params.active.evaluation.max_new_tokens, f"profiles.{params.profile}.evaluation.max_new_tokens"
     references = [collator.converse(each) for each in samples.read_split(data_dir, "val")]
     check_carried(processor, references)
+    collator.require_positions(config, references, params.active.evaluation.max_length)
     room = require_answer_room(processor, references, limit, setting)
     guards = {name: read_guard(name) for name in params.guards if (GUARDS_DIR / name).is_dir()}
     trained = [collator.converse(each) for each in records] if guards else []

@@ -62,6 +62,8 @@ class Plan(StageFile):
     profile: str
     base_dir: str
     """Relative to the workspace, as are all paths here."""
+    model_type: str | None = None
+    """The base's, as in its config.json."""
     data_dir: str
     recipe: LearningParams
     memory: StepParams
@@ -79,6 +81,8 @@ class Plan(StageFile):
     """Whether norms, gated products and rotations run by Liger's kernels (models/kernels.py)."""
     domains: tuple[str, ...] = ()
     """With loss router-labels, the domain of each expert."""
+    skip_too_long: bool = False
+    """Whether training samples that are longer than max_length are left out."""
     features_bytes: Annotated[int, Field(ge=0)] = 0
     """Upper bound on the disk for features of frozen vision towers, computed once; 0 if every step computes them."""
     schedule: Schedule

@@ -60,6 +60,7 @@ def resolve_plan(
         quantization=quantization,
         may_quantize=recipe.quantization != quantization,
         domains=params.domains(name) if recipe.loss == "router-labels" else (),
+        skip_too_long=recipe.skip_too_long,
         schedule=schedule,
         validation=_validation(recipe, profile, schedule.num_steps, "selection" if has_selection else "val"),
         seed=params.seed if recipe.seed is None else recipe.seed,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stages.core.errors import join_truncated, pluralize
+from stages.core.families import unlisted_words
 from stages.core.lineage import short
 from stages.core.params.schema import PARTS, LoraParams
 from stages.core.provenance import Provenance
@@ -38,7 +39,7 @@ MOST_CHANGED = 5
 """Samples of an export that a report shows with their changed completions."""
 TEXT_WIDTH = 120
 """Characters; the width of table.txt."""
-_NOT_SETTINGS = {"name", "trainable", "features_bytes"}
+_NOT_SETTINGS = {"name", "model_type", "skip_too_long", "trainable", "features_bytes"}
 _MEMORY_KINDS = {
     "cpu_allocated": "tensors on the CPU",
     "cuda_allocated": "tensors on the GPU",
@@ -267,6 +268,9 @@ def _seed_words(comparison: Comparison) -> Iterator[str]:
 
 
 def _run_words(runs: Sequence[Run]) -> Iterator[str]:
+    for model_type in sorted({run.plan.model_type for run in runs if run.plan and run.plan.model_type}):
+        if words := unlisted_words(model_type):
+            yield f"{words}."
     if splits := {str(run.metrics["split"]) for run in runs if "split" in run.metrics}:
         reason = ", which settings are chosen by: no result to report." if "selection" in splits else "."
         yield f"Scored on the split {', '.join(splits)}{reason}"

@@ -5,9 +5,11 @@ A batch has a padded row for each sample (B, T), or all samples one after the ot
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,21 @@ IGNORED = -100
 FEATURES = "image_features"
 """Entry of a batch with features of its images in place of their pixels (features.py): (image tokens, width of the
 language model), one image after the other."""
+
+
+class TooLong(UserError):
+    """Samples with more tokens than max_length."""
+
+    def __init__(self, samples: Sequence[tuple[Conversation, int]], max_length: int) -> None:
+        """samples: each with its length."""
+        self.table = "".join(f"{conversation.sample_id}\t{length}\n" for conversation, length in samples)
+        (first, length), others = samples[0], len(samples) - 1
+        super().__init__(
+            f"sample {first.sample_id} has {length} tokens, more than max_length {max_length}"
+            + (f", and {others:,} more are too long; " if others else "; ")
+            + ("lower the profile's images.max_pixels or " if first.images else "")
+            + "raise the recipe's max_length, or leave such samples out (skip_too_long: true in the recipe)"
+        )
 
 
 class ConversationCollator:
@@ -82,13 +99,16 @@ class ConversationCollator:
     def for_plan(
         cls, plan: Plan, processor: Processor, records: Sequence[Any], samples: ModuleType
     ) -> ConversationCollator:
-        """The collator of a plan's training. samples: the task's module of this name.
+        """The collator of a plan's training, without samples that it skips. samples: the task's module of this name.
 
         Raises UserError if domains differ from the plan's, and for a sample without images if each needs some.
         """
         config = load_config(Path(plan.base_dir))
         for_model = samples_for(samples, config.model_type, processor)
         converse = partial(for_model.conversation, answered=True, answer_format=plan.recipe.answer_format)
+        if plan.skip_too_long:
+            tokens = partial(count_tokens, processor, max_length=(limit := plan.recipe.max_length))
+            records = [each for each in records if tokens(converse(each)) <= limit] or records
         _require_images(plan, map(converse, records))
         return cls(
             *(processor, records, converse),
@@ -111,9 +131,9 @@ class ConversationCollator:
         batch = encode(self.processor, conversations, padding_side="right", **options)
         answers = batch.pop("answers", None)
         labels = torch.full_like(batch["input_ids"], IGNORED)
-        for row, (number, conversation) in enumerate(zip(numbers, conversations, strict=True)):
-            length = int(batch["attention_mask"][row].sum())
-            self._refuse_too_long(conversation, length)
+        lengths = batch["attention_mask"].sum(1).tolist()
+        self._refuse_too_long(zip(conversations, lengths, strict=True))
+        for row, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
             if self.experts is not None:
                 labels[row, :length] = self.experts[number]
                 continue
@@ -126,7 +146,8 @@ class ConversationCollator:
     def lengths(self) -> list[int]:
         """Length of each sample in tokens, computed without the pixels of its images.
 
-        Raises UserError naming the first sample that is longer than max_length, or cannot be learnt as it is.
+        Raises TooLong for samples that are longer than max_length, and UserError for the first one that cannot be
+        learnt as it is.
         """
         check_carried(self.processor, map(self.converse, self.records))
         lengths = []
@@ -137,7 +158,7 @@ class ConversationCollator:
                     "learn; take assistant-only"
                 )
             lengths.append(count_tokens(self.processor, conversation, max_length=self.max_length))
-            self._refuse_too_long(conversation, lengths[-1])
+        self._refuse_too_long(zip(map(self.converse, self.records), lengths, strict=True))
         return lengths
 
     def length_summary(self) -> str:
@@ -151,16 +172,20 @@ class ConversationCollator:
             * (fused > 0)
         )
 
-    def require_positions(self, config: PreTrainedConfig) -> None:
-        """Raises as `lengths` does, and UserError if the longest sample has more tokens than the base has positions."""
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
-        if positions is not None and self.lengths[longest] > positions:
-            raise UserError(
-                f"sample {self.converse(self.records[longest]).sample_id} has {self.lengths[longest]} tokens, and the "
-                f"base has {positions} positions (max_position_embeddings of its config.json); leave such samples out, "
-                "or take another base"
-            )
+    def require_positions(self, config: PreTrainedConfig, validated: Iterable[Conversation], limit: int | None) -> None:
+        """Raises as `lengths` does, and UserError for a sample with more tokens than the base has positions.
+
+        validated: conversations with their reference answers. limit: evaluation.max_length.
+        """
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+        trained = zip(map(self.converse, self.records), self.lengths, strict=True)
+        scored = ((each, count_tokens(self.processor, each, max_length=limit)) for each in validated)
+        for conversation, length in chain(trained, scored):
+            if length > positions:
+                raise UserError(
+                    f"sample {conversation.sample_id} has {length} tokens, and the base has {positions} positions "
+                    "(max_position_embeddings of its config.json); leave such samples out, or take another base"
+                )
 
     def largest_batch(self, micro_batch: int) -> dict[str, Any]:
         """The longest samples in tokens, the longest first; all if there are fewer.
@@ -170,13 +195,9 @@ class ConversationCollator:
         ordered = sorted(range(len(self.lengths)), key=lambda sample: (-self.lengths[sample], sample))
         return self([{"sample": sample} for sample in ordered[:micro_batch]])
 
-    def _refuse_too_long(self, conversation: Conversation, length: int) -> None:
-        if length > self.max_length:
-            raise UserError(
-                f"sample {conversation.sample_id} has {length} tokens, more than max_length {self.max_length}; "
-                + ("lower the profile's images.max_pixels or " if conversation.images else "")
-                + "raise the recipe's max_length"
-            )
+    def _refuse_too_long(self, samples: Iterable[tuple[Conversation, int]]) -> None:
+        if too_long := [(conversation, length) for conversation, length in samples if length > self.max_length]:
+            raise TooLong(too_long, self.max_length)
 
 
 def padded(samples: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:

@@ -438,21 +438,30 @@ def progress_callback() -> TrainerCallback:
 
 
 class LineProgress(TrainerCallback):
-    """One line a logging interval, for logs and pipes."""
+    """One line a logging interval, for logs and pipes, with the time left from the second step on: the first has the
+    rehearsal too."""
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.started, self.first = time.monotonic(), state.global_step
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, float]] = []
+        """Number of steps before, and time at, the beginning of the first two steps."""
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if len(self.begun) < 2:
+            self.begun.append((state.global_step, time.monotonic()))
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
     ) -> None:
-        if state.is_world_process_zero and LOSS in logs:
+        if not state.is_world_process_zero:
+            return
+        at = f"step {state.global_step}/{state.max_steps}"
+        if LOSS in logs:
             score = f"  score {logs[SCORE]:.4f}" if SCORE in logs else ""
-            log.info("step %d/%d  validation loss %.4f%s", state.global_step, state.max_steps, logs[LOSS], score)
-        if "loss" in logs and state.is_world_process_zero:
-            rate = (state.global_step - self.first) / (time.monotonic() - self.started)
-            left = (state.max_steps - state.global_step) / rate
-            log.info(
-                "step %d/%d  loss %.4f  %.2f steps/s  %d:%02d left",
-                *(state.global_step, state.max_steps, logs["loss"], rate, left // 60, left % 60),
-            )
+            log.info("%s  validation loss %.4f%s", at, logs[LOSS], score)
+        if "loss" in logs:
+            speed = ""
+            for first, began in self.begun[1:]:
+                rate = (state.global_step - first) / (time.monotonic() - began)
+                left = (state.max_steps - state.global_step) / rate
+                speed = f"  {rate:.2f} steps/s  {int(left // 60)}:{int(left % 60):02d} left"
+            log.info("%s  loss %.4f%s", at, logs["loss"], speed)

@@ -127,6 +127,10 @@ def test_gemma_3_in_fp16_is_refused_and_qwen2_in_fp16_is_warned_of(caplog: pytes
     assert not caplog.records
     require_precision("qwen2", "fp16")
     assert "sometimes overflows in fp16" in caplog.text
+    require_precision("granite", "bf16")
+    assert "granite" not in caplog.text
+    require_precision("granite", "fp16")
+    assert "whether granite overflows in fp16 was not tried" in caplog.text
 
 
 @pytest.mark.parametrize("name", VISION)

@@ -197,6 +197,16 @@ def test_measured_and_predicted_are_of_the_same_phases_and_an_error_is_not_lost_
     assert prediction_metrics(half, 505_000, on_cpu=False)["memory_error"] == -0.0099
 
 
+def test_on_a_cpu_the_process_takes_more_than_its_tensors() -> None:
+    constants, prediction = load_calibration(), predicted(2)
+    process_bytes = constants.process_mib.num_bytes + (1 + constants.malloc_share.value) * prediction.total_bytes
+    on_cpu = Fit(plan=changed(PLAN, device=DeviceParams(kind="cpu")), prediction=prediction, capacity_bytes=9 * GIB)
+    on_gpu = replace(on_cpu, plan=changed(PLAN, device=DeviceParams(kind="cuda")))
+    assert f"the process takes up to {process_bytes / GIB:.2f} GiB, " in on_cpu.lines()[-1]
+    assert "are free now" in on_cpu.lines()[-1]
+    assert not any("the process takes" in line for line in on_gpu.lines())
+
+
 def test_a_training_takes_the_time_of_its_arithmetic_or_of_its_operators() -> None:
     """On an L4 the arithmetic takes longer, on an H100 the operators."""
     device = DeviceParams(kind="cuda", count=2, card="L4")

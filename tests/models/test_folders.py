@@ -92,6 +92,7 @@ def test_an_unsafe_or_damaged_model_is_refused(
         ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248, 20_971_520, 0),
         ("google/gemma-3-1b-it", 999_885_952, 6_522_880, 0),
         ("microsoft/Phi-3-mini-4k-instruct", 3_821_079_552, 12_582_912, 0),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008, 2_442_240, 0),
     ],
 )
 def test_geometries_have_their_published_sizes(name: str, weights: int, llm: int, vision: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.evaluation.statistics import Floats, Interval
+from stages.planning.resolve import resolve_plan
 from stages.reporting.compare import (
     Comparison,
     Contender,
@@ -31,6 +32,7 @@ from stages.reporting.page import _difference_drawing
 from stages.reporting.runs import Run
 from stages.reporting.sections import comparison_table, comparison_text, design_words, flat_metrics
 from stages.reporting.tables import cell_text
+from tests.made_up_runs import project_params
 
 REPORT = TaskReport(
     task="a-task",
@@ -341,6 +343,16 @@ def test_what_matters_is_not_less_than_another_batch_changes(matters: float | No
     base = score_contender(REPORT, "base", [run_of("base", np.full(60, 0.5), again)], baseline=None)
     comparison = compare(REPORT, [base, score_contender(REPORT, "a", trained, baseline="base")], matters=matters)
     assert ("compare.matters, 0.01, is less than that." in design_words(comparison)) == warned
+
+
+def test_a_report_says_which_bases_have_no_entry_of_families() -> None:
+    plan = resolve_plan(project_params(), "r1-llm-only", train_samples=16)
+    runs = [run_of(name, scores_around(0.5, 1)) for name in "abc"]
+    for number, model_type in enumerate(("granite", "qwen2")):
+        runs[number] = replace(runs[number], plan=replace(plan, model_type=model_type))
+    contenders = [score_contender(REPORT, run.name, [run], baseline="c") for run in runs]
+    said = [line for line in design_words(compare(REPORT, contenders)) if "is not among the families" in line]
+    assert [line.split()[0] for line in said] == ["granite"]
 
 
 def test_another_engine_is_named() -> None:

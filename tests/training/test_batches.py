@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,13 @@ def test_a_sample_longer_than_the_positions_of_the_base_is_refused_by_name(
     collator, config = collator_of(processor, conversation("no"), conversation("yes " * 20)), load_config(tiny_vlm)
     longest = max(collator.lengths)
     config.get_text_config().max_position_embeddings = longest
-    collator.require_positions(config)
+    collator.require_positions(config, collator.records, None)
+    scored = replace(conversation("yes " * 21), sample_id="sample-8")
+    with pytest.raises(UserError, match=rf"sample-8 has \d+ tokens, and the base has {longest} positions"):
+        collator.require_positions(config, [scored], None)
     config.get_text_config().max_position_embeddings = longest - 1
     with pytest.raises(UserError, match=rf"sample-7 has {longest} tokens, and the base has {longest - 1} positions"):
-        collator.require_positions(config)
+        collator.require_positions(config, [], None)
 
 
 @pytest.mark.parametrize("text", ["<|im_start|>assistant\nfake", "a<|im_end|>b"])

@@ -55,11 +55,14 @@ Lines = list[tuple[str, str]]
 @click.command(help=__doc__)
 @click.argument("source", required=False)
 @click.option("--dataset", help="A dataset of params.yaml; the recipe's, if not given; with SOURCE, a name to propose.")
+@click.option("--profile", help="A profile of params.yaml.  [default: the active one]")
 @click.option("--recipe", help="The recipe that gives a sample's form; the first of the dataset's, if not given.")
 @click.option("--format", "form", type=click.Choice(get_args(DataForm)), help="Of the folder, if it is ambiguous.")
-def main(source: str | None, dataset: str | None, recipe: str | None, form: DataForm | None) -> None:
+def main(
+    source: str | None, dataset: str | None, profile: str | None, recipe: str | None, form: DataForm | None
+) -> None:
     configure_logging("data")
-    params = load_params()
+    params = load_params(changes=[f"profile={profile}"] if profile else [])
     name, chosen, forms = chosen_dataset(params, source, dataset, recipe, form)
     stats, splits = read_dataset(params, name, chosen)
     reader = proposed_reader(form, splits) if source is not None and chosen.task == "detection" else None

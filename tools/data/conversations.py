@@ -22,7 +22,8 @@ HIDDEN = re.compile(r"\.|__MACOSX").match
 
 
 def conversations(source: str) -> tuple[DatasetParams, str] | None:
-    """The dataset of a folder, and a line on the form of each file; None for a folder without a conversation.
+    """The dataset of a folder, and a line on the form of each file, empty for JSON Lines without an object, which
+    `prepare` refuses by line; None for a folder without a conversation.
 
     Raises UserError for JSON Lines of another form.
     """
@@ -31,9 +32,9 @@ def conversations(source: str) -> tuple[DatasetParams, str] | None:
     rows = {path: _first_row(path) for path in visible if path.is_file()}
     forms = {path: form for path, row in rows.items() if row and (form := form_of(row))}
     if not forms:
-        lines = [(path, row) for path, row in rows.items() if path.suffix == ".jsonl" and row]
-        if lines:
-            path, row = lines[0]
+        for path, row in ((path, row) for path, row in rows.items() if path.suffix == ".jsonl"):
+            if not row:
+                return DatasetParams(task="chat", source=source, splits=_splits(folder, [path])), ""
             expected = ", or ".join(map(str, FORMS))
             raise UserError(f"{path} has {cut(', '.join(row))} in a row; expected {expected}. Rename them; {READ_ON}")
         return None

@@ -355,8 +355,8 @@ class LearningParams:
     neftune_alpha: Rate | None = None
     """Noise on the embeddings of tokens while training (NEFTune), e.g. 5. Null: none."""
     max_length: Size = 2048
-    """Largest number of tokens of a sample, image tokens included; a longer one is an error. Only a text that the task
-    allows to cut, such as the transcript of a question, is cut to fit; an answer never is."""
+    """Largest number of tokens of a sample, image tokens included; a longer one is an error, or `skip_too_long`. Only a
+    text that the task allows to cut, such as the transcript of a question, is cut to fit; an answer never is."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -370,6 +370,8 @@ class RecipeParams(LearningParams):
     learning_rate: Rate
     part_learning_rates: dict[Part, Rate] = Field(default_factory=dict)
     """Learning rates of parts that differ from `learning_rate`."""
+    skip_too_long: bool = False
+    """Leave out training samples that are longer than max_length, counted, instead of refusing the plan."""
     epochs: Epochs = 3
     max_steps: Positive | None = None
     """Stop after this number of optimizer steps, before the epochs are over."""
