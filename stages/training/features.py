@@ -102,7 +102,7 @@ def _opened(path: Path) -> Any:
 def _digest(plan: Plan, identity: Mapping[str, str]) -> str:
     facts = {name: value for name, value in identity.items() if name not in ("plan", "attempt", "validation")}
     recipe, memory, images = plan.recipe, plan.memory, plan.images and asdict(plan.images)
-    settings = [recipe.answer_format, recipe.loss, recipe.max_length, images]
+    settings = [recipe.answer_format, recipe.loss, recipe.max_length, plan.skip_too_long, images]
     # The micro-batch, as a GPU may round a matrix product by its size.
     settings += [memory.precision, plan.quantization, memory.attn, memory.micro_batch]
     return json_digest([facts, settings])

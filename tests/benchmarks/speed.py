@@ -2,7 +2,7 @@
 
 Reads   params.yaml and data/tiny
 Writes  nothing; prints the table of docs/memory.md
-Run     make bench, or python -m tests.benchmarks.speed
+Run     make bench, or python -m tests.benchmarks.speed [FOLDER]; of a text model in a folder, its chat recipes' steps
 
 Each pair does the same work, in turns; the fastest of its turns counts, since other work on the machine adds time. On a
 CPU that is the process's time on all cores, and on a GPU the time that passes.
@@ -10,6 +10,7 @@ CPU that is the process's time on all cores, and on a GPU the time that passes.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -59,10 +60,10 @@ STEPS = 6
 SAMPLES, COMPLETIONS = 96, 64
 
 
-def compare_speed(device: str, *, recipe: str, ours: Any, other: Any) -> dict[str, Any]:
-    """Seconds of a step, or of completions, in two ways. ours, other: see `Bench.seconds`."""
+def compare_speed(device: str, *, recipe: str, ours: Any, other: Any, base_dir: Path | None = None) -> dict[str, Any]:
+    """Seconds of a step, or of completions, in two ways. ours, other: see `Bench.seconds`. base_dir: see `Bench.of`."""
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench.of(recipe, device, Path(folder))
+        bench = Bench.of(recipe, device, Path(folder), base_dir)
         times = [(bench.seconds(ours), bench.seconds(other)) for _ in range(TURNS)]
     ours_s, other_s = (min(each) for each in zip(*times, strict=True))
     return {"first_s": ours_s, "second_s": other_s, "times_as_fast": other_s / ours_s}
@@ -95,8 +96,11 @@ class Bench:
     folder: Path
 
     @classmethod
-    def of(cls, recipe: str, device: str, folder: Path) -> Bench:
-        """A recipe's training of a few steps, on samples of the demo's data, prepared in `folder`."""
+    def of(cls, recipe: str, device: str, folder: Path, base_dir: Path | None = None) -> Bench:
+        """A recipe's training of a few steps, on samples of the demo's data, prepared in `folder`.
+
+        base_dir: of another model than the recipe's tiny one.
+        """
         params = load_params().on("tiny")
         wanted, tiny = params.recipe(recipe), params.active
         shipped = tiny.datasets[wanted.data]
@@ -106,9 +110,9 @@ class Bench:
         plan = resolve_plan(params, recipe, train_samples=SAMPLES)
         if device == "cuda":
             plan = changed(plan, device=DeviceParams(kind="cuda"), precision="bf16", attn="auto")
-        base_dir = tiny.bases[params.root(recipe).partition("/")[2]].removeprefix("folder:")
+        shipped_dir = tiny.bases[params.root(recipe).partition("/")[2]].removeprefix("folder:")
         steps = {"num_steps": STEPS, "warmup_steps": 0}
-        plan = changed(plan, base_dir=base_dir, quantization="none", loss="all-tokens", **steps)
+        plan = changed(plan, base_dir=str(base_dir or shipped_dir), quantization="none", loss="all-tokens", **steps)
         records = samples.read_split(folder / wanted.data, "train")[:SAMPLES]
         return cls(plan=plan, samples=samples, records=records, folder=folder)
 
@@ -143,7 +147,6 @@ class Bench:
         """TRL's trainer as its documentation has it, with the same settings, on the same samples."""
         plan, schedule = self.plan, self.plan.schedule
         processor = load_processor(Path(plan.base_dir), plan.images)
-        assert plan.recipe.lora is not None
         asked = samples_for(self.samples, load_config(Path(plan.base_dir)).model_type, processor)
         converse = partial(asked.conversation, answered=True, answer_format=plan.recipe.answer_format)
         conversations = list(map(converse, self.records))
@@ -170,7 +173,7 @@ class Bench:
             args=args,
             train_dataset=Dataset.from_dict(rows),
             processing_class=processor,
-            peft_config=lora_config(model, plan.recipe.lora),
+            peft_config=lora_config(model, plan.recipe.lora) if plan.recipe.lora else None,
         )
 
     def generation(self, batch_size: int) -> float:
@@ -188,6 +191,16 @@ class Bench:
 
 
 if __name__ == "__main__":
-    for name, ways in COMPARISONS.items():
+    own: dict[str, dict[str, Any]] = {
+        f"a step of {recipe}: this kit, a plain TRL script": {
+            "recipe": recipe,
+            "ours": {},
+            "other": None,
+            "base_dir": path,
+        }
+        for path in map(Path, sys.argv[1:])
+        for recipe in ("chat-lora", "chat-full")
+    }
+    for name, ways in (own or COMPARISONS).items():
         figures = (f"{key} {value:.2f}" for key, value in compare_speed("cpu", **ways).items())
         print(name, *figures, sep=", ", flush=True)

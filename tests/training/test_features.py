@@ -104,7 +104,7 @@ def test_features_are_shared_if_all_that_they_depend_on_is_equal() -> None:
 
     assert digest({**IDENTITY, "plan": "of another seed", "attempt": "1"}, name="other", seed=7) == digest()
     others = [digest({**IDENTITY, name: "c"}) for name in ("base", "data")]
-    others += [digest(precision="bf16"), digest(quantization="none"), digest(max_length=7)]
+    others += [digest(precision="bf16"), digest(quantization="none"), digest(max_length=7), digest(skip_too_long=True)]
     assert len({digest(), *others}) == 1 + len(others)
 
 
