@@ -156,7 +156,8 @@ def _is_built_from(folder: Path, source: str) -> bool:
 
 
 def available_data(params: Params, name: str) -> Path | None:
-    """The folder of a prepared dataset; None if there is none, or it was made from other sources than the profile's.
+    """The folder of a prepared dataset; None if there is none, or it was made from other sources than the profile's,
+    or repeats other samples.
 
     Raises UserError if its task cannot read the dataset.
     """
@@ -166,6 +167,8 @@ def available_data(params: Params, name: str) -> Path | None:
         return None
     origin = read_origin(folder)
     if {part: taken.asked for part, taken in origin.parts.items()} != (dataset.mix or {}):
+        return None
+    if origin.repeat != dataset.repeat:
         return None
     sources = [(taken.source, params.dataset(part).source) for part, taken in origin.parts.items()]
     return folder if all(same_source(*each) for each in [(origin.source, dataset.source), *sources]) else None

@@ -13,6 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
@@ -96,6 +97,8 @@ class RawDataset(Generic[R]):
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The datasets that a mix consists of, by name: `source`, `asked` (training samples to take at most; None: all),
     `available` and `taken`."""
+    repeat: Mapping[str, int] = field(default_factory=dict)
+    """How often the training split has a sample in the end, by pattern of its file."""
 
     def records(self) -> Iterator[R]:
         for samples in self.splits.values():
@@ -163,7 +166,10 @@ def prepare(
         raise error if trained else UserError(f"params.yaml: {path}.source: {error.message}") from None
     if not trained:
         raw, data = replace(raw, splits={"val": raw.splits["train"]}), replace(data, selection=0.0)
-    return write_prepared(raw, out_dir, data, dataset.limit)
+    try:
+        return write_prepared(replace(raw, repeat=dataset.repeat), out_dir, data, dataset.limit)
+    except WrongSplit as error:
+        raise UserError(f"params.yaml: {path}.{error.message}") from None
 
 
 def write_prepared(
@@ -175,7 +181,7 @@ def write_prepared(
     and listed in stats.json, instead of refusing them. data.selection: about this share of the training subjects
     becomes the selection split: always the same ones. limit: at most this many records of a split, chosen by content.
     Returns the content of stats.json. Raises UserError if samples are invalid, a split is empty or a subject is in
-    two splits.
+    two splits, and WrongSplit.
     """
     preparation = _Preparation(dataset, data)
     with atomic_folder(out_dir) as folder:
@@ -186,6 +192,8 @@ def write_prepared(
         stats = preparation.stats()
         text = json.dumps(stats, indent=2, ensure_ascii=False)
         (folder / STATS_FILE).write_text(text + "\n", encoding="utf-8")
+    for pattern, times in dataset.repeat.items():
+        log.info("%s of %s, %d times each", pluralize(preparation.matched[pattern], "sample"), pattern, times)
     if stats["validation"]:
         log.info("validation split: %s", stats["validation"])
     if fields := dataset.unread_fields:
@@ -220,6 +228,8 @@ class _Split(Generic[R]):
     """Samples with a subject of another split: their place, that split, its place there, and a name."""
     in_groups: Counter[str] = field(default_factory=Counter)
     """Counts of other samples with a group of another split, by that split."""
+    times: list[int] = field(default_factory=list)
+    """How often the training split has each sample; of other splits none."""
     digest: Any = field(default_factory=hashlib.sha256)
 
     def valid(self, samples: Iterable[Sample[R]]) -> Iterator[tuple[Place, R]]:
@@ -232,22 +242,23 @@ class _Split(Generic[R]):
                 yield place, record
 
     def rows(self, records: Iterable[R], limit: int | None, name: str, rules: Rules[R]) -> Iterator[dict[str, Any]]:
-        for record in self._limited(records, limit):
+        for number, record in self._limited(enumerate(records), limit):
             adapted = rules.adapt(name, record)
-            self.digest.update(json.dumps(adapted.content()).encode())
             kept: Any = adapted
-            self.records.append(replace(kept, image=b"") if hasattr(kept, "image") else kept)
-            yield to_row(adapted, rules.schema)
+            for _ in range(self.times[number] if self.times else 1):
+                self.digest.update(json.dumps(adapted.content()).encode())
+                self.records.append(replace(kept, image=b"") if hasattr(kept, "image") else kept)
+                yield to_row(adapted, rules.schema)
 
-    def _limited(self, records: Iterable[R], limit: int | None) -> Iterable[R]:
-        """At most this many of the records, chosen by a digest of their content, in their order."""
+    def _limited(self, numbered: Iterable[tuple[int, R]], limit: int | None) -> Iterable[tuple[int, R]]:
+        """At most this many of the numbered records, chosen by a digest of their content, in their order."""
         if limit is None:
-            return records
+            return numbered
 
-        def digest(numbered: tuple[int, R]) -> bytes:
-            return hashlib.sha256(json.dumps(numbered[1].content()).encode()).digest()
+        def digest(each: tuple[int, R]) -> bytes:
+            return hashlib.sha256(json.dumps(each[1].content()).encode()).digest()
 
-        return [record for _, record in sorted(heapq.nsmallest(limit, enumerate(records), key=digest))]
+        return sorted(heapq.nsmallest(limit, numbered, key=digest))
 
 
 class _Preparation(Generic[R]):
@@ -255,6 +266,8 @@ class _Preparation(Generic[R]):
 
     def __init__(self, dataset: RawDataset[R], data: DataParams) -> None:
         self.dataset, self.rules, self.data = dataset, dataset.rules, data
+        self.matched = Counter[str]()
+        """Training samples by the pattern of `repeat` that their file matches."""
         names = {"val", *dataset.splits, *(["selection"] if data.selection else [])}
         self.splits: dict[str, _Split[R]] = {name: _Split() for name in SPLITS if name in names}
         self.described: dict[str, list[tuple[Place, Description]]] = {}
@@ -289,11 +302,18 @@ class _Preparation(Generic[R]):
                 if set_aside:
                     aside.append(record)
                 else:
+                    self.splits[split].times += [self._times(place)] if split == "train" else []
                     yield record
 
         yield from ((split, without_leaks(split)) for split in self.described if split in samples)
         if "selection" not in samples and "selection" in self.splits:
             yield "selection", iter(aside)
+
+    def _times(self, place: Place) -> int:
+        """How often the training split has the sample of that place."""
+        pattern = next((each for each in self.dataset.repeat if fnmatchcase(place.file, each)), "")
+        self.matched[pattern] += 1
+        return self.dataset.repeat.get(pattern, 1)
 
     def _hold_out(self, valid: Sequence[tuple[Place, R]]) -> dict[str, Iterator[tuple[Place, R]]]:
         """The training samples in two. All samples of a subject or a group are on one side; the order within a side
@@ -323,6 +343,8 @@ class _Preparation(Generic[R]):
                 f"{self.dataset.source} has fields that are not read: {fields}. Its reader is strict: remove them, or "
                 "set strict: false in params.yaml"
             )
+        for pattern in self.dataset.repeat.keys() - self.matched.keys():
+            raise WrongSplit(f"repeat: {pattern!r} matches no file of a training sample")
         leaked = [
             f"{name} and {other}: {place} and {there}: {subject}"
             for name, split in self.splits.items()
@@ -378,6 +400,7 @@ class _Preparation(Generic[R]):
             "validation": self.dataset.validation if "val" in self.dataset.splits else held_out,
             "unused_files": unused[:MAX_UNUSED] + more,
             **({"parts": self.dataset.parts} if self.dataset.parts else {}),
+            **({"repeat": self.dataset.repeat} if self.dataset.repeat else {}),
             **({"unread_fields": dict(fields)} if (fields := sorted(self.dataset.unread_fields.items())) else {}),
             **({"near_duplicates": self.near} if self.near else {}),
             "splits": {name: self._split_stats(name, split) for name, split in self.splits.items()},

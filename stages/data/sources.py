@@ -79,8 +79,8 @@ def table_rows(
 
 
 class WrongSplit(UserError):
-    """Raised for an entry of a dataset's `splits` with files that are not there, or another split's too; the message
-    begins with its path below the dataset's."""
+    """Raised for an entry of a dataset's `splits` or `repeat` with files that are not there, or another split's too;
+    the message begins with its path below the dataset's."""
 
 
 def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:

@@ -42,7 +42,6 @@ def resolve_plan(
     few steps for its schedule.
     """
     recipe, profile = params.recipe(name), params.active
-    memory = _base_fields(StepParams, profile.memory)
     quantization = profile.memory.quantization or recipe.quantization
     schedule = _schedule(recipe, profile, train_samples, _grad_accumulation(params, name))
     _require_steps(name, recipe, schedule)
@@ -52,7 +51,9 @@ def resolve_plan(
         base_dir=f"data/{recipe.base}",
         data_dir=f"data/prepared/{recipe.data}",
         recipe=_base_fields(LearningParams, recipe),
-        memory=replace(memory, optimizer=recipe.optimizer or memory.optimizer),
+        memory=_base_fields(
+            StepParams, replace(profile.memory, optimizer=recipe.optimizer or profile.memory.optimizer)
+        ),
         device=profile.device,
         images=profile.images,
         dataloader_workers=profile.dataloader_workers,
@@ -89,6 +90,7 @@ def _schedule(recipe: RecipeParams, profile: ProfileParams, train_samples: int, 
     steps_per_epoch = ceil(train_samples / recipe.effective_batch)
     epochs = min(recipe.epochs, profile.max_epochs or recipe.epochs)
     num_steps = min(steps_per_epoch * epochs, recipe.max_steps or steps_per_epoch * epochs)
+    ratio = 0.05 if recipe.warmup_ratio is None else recipe.warmup_ratio
     rates = {part: recipe.part_learning_rates.get(part, recipe.learning_rate) for part in recipe.parts.trained()}
     return Schedule(
         train_samples=train_samples,
@@ -96,28 +98,20 @@ def _schedule(recipe: RecipeParams, profile: ProfileParams, train_samples: int, 
         epochs=epochs,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
-        warmup_steps=_warmup_steps(recipe, num_steps),
+        warmup_steps=ceil(num_steps * ratio) if recipe.warmup_steps is None else recipe.warmup_steps,
         learning_rates={part: rate * profile.learning_rate_scale for part, rate in rates.items()},
     )
 
 
-def _warmup_steps(recipe: RecipeParams, num_steps: int) -> int:
-    if recipe.warmup_steps is not None:
-        return recipe.warmup_steps
-    return ceil(num_steps * (0.05 if recipe.warmup_ratio is None else recipe.warmup_ratio))
-
-
 def _require_steps(name: str, recipe: RecipeParams, schedule: Schedule) -> None:
-    """Raises UserError if warm-up and decay take more steps than there are, or the warm-up all of them."""
+    """Raises UserError if a warm-up takes all steps, or together with a decay more than there are."""
     warmup, num_steps, options = schedule.warmup_steps, schedule.num_steps, recipe.lr_schedule_options
-    decay = options.decay_steps(num_steps) if options else 0
-    if (recipe.warmup_steps is None and options is None) or warmup + max(1, decay) <= num_steps:
-        return
-    falling = f", and a decay of {decay}" * (decay > 0)
-    raise UserError(
-        f"recipes.{name} has a warm-up of {warmup} steps{falling}, but its training has {num_steps}; lower "
-        "warmup_steps or warmup_ratio" + ", or lr_schedule_options.decay_ratio" * (decay > 0)
-    )
+    decay = max(1, options.decay_steps(num_steps) if options else 0)
+    if (options or recipe.warmup_steps is not None) and warmup + decay > num_steps:
+        raise UserError(
+            f"recipes.{name} has {num_steps} steps, fewer than a warm-up of {warmup} and a decay of {decay}; lower "
+            "warmup_steps or warmup_ratio, or lr_schedule_options.decay_ratio"
+        )
 
 
 def _validation(recipe: RecipeParams, profile: ProfileParams, num_steps: int, split: str) -> Validation | None:

@@ -7,40 +7,25 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
-MUON = "muon"
-"""The entry of a parameter group that says whether its weights are Muon's."""
-
 
 class MuonWithAdamW(Optimizer):
-    """Both optimizers of torch on the groups and the state of this one, which a schedule, a gradient scaler and a
-    checkpoint see.
+    """torch's optimizers on the groups and the state of this one, which schedule, scaler and checkpoints see.
 
     Muon's step has the size of AdamW's (`match_rms_adamw`, arXiv 2502.16982), so both take AdamW's learning rates.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, **adamw: Any) -> None:
-        """groups: each with MUON. adamw: settings of AdamW."""
+        """groups: each with `muon`, whether its weights are Muon's. adamw: settings of AdamW."""
         super().__init__(groups, {"lr": lr})
-        self.parts: dict[bool, Optimizer] = {}
-        if by_muon := self._groups(True):
-            self.parts[True] = Muon(by_muon, adjust_lr_fn="match_rms_adamw")
-        if others := self._groups(False):
-            self.parts[False] = AdamW(others, **adamw)
-        self._share()
-
-    def _groups(self, muon: bool) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group[MUON] == muon]
-
-    def _share(self) -> None:
-        for muon, part in self.parts.items():
-            part.param_groups, part.state = self._groups(muon), self.state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._share()
+        muon = Muon([{"params": []}], adjust_lr_fn="match_rms_adamw")
+        self.parts: dict[bool, Optimizer] = {True: muon, False: AdamW([{"params": []}], **adamw)}
+        for group in self.param_groups:
+            self.parts[group["muon"]].add_param_group(group)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for part in self.parts.values():
+        for muon, part in self.parts.items():  # a checkpoint brings other groups and another state
+            part.param_groups = [group for group in self.param_groups if group["muon"] == muon]
+            part.state = self.state
             part.step(closure)
 
 

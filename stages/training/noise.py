@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 
 @contextmanager
@@ -15,26 +14,17 @@ def noisy_embeddings(model: Any, inputs: Mapping[str, torch.Tensor], alpha: floa
     """Within the block, each embedding of a token has noise: uniform within alpha / sqrt(tokens of its sample x width).
 
     transformers' own hook takes the length of the row instead, with its padding or with all samples that are packed in
-    it. Drawn from torch's random numbers, which checkpoints hold.
-
-    inputs: a micro-batch, padded or packed.
+    it. Drawn from torch's random numbers, which checkpoints hold. inputs: a micro-batch, padded or packed.
     """
-    tokens = tokens_of_samples(inputs)
+    if (mask := inputs.get("attention_mask")) is not None:
+        tokens = mask.sum(1)[:, None, None]
+    else:
+        lengths = inputs["cu_seq_lens_q"].diff()
+        tokens = lengths.repeat_interleave(lengths, output_size=inputs["input_ids"].shape[1])[None, :, None]
 
-    def add(_table: nn.Module, _ids: Any, embedded: torch.Tensor) -> torch.Tensor:
+    def add(_table: Any, _ids: Any, embedded: torch.Tensor) -> torch.Tensor:
         bounds = alpha / (tokens.to(embedded.device) * embedded.shape[-1]).sqrt()
         return embedded + torch.empty_like(embedded).uniform_(-1, 1) * bounds.to(embedded.dtype)
 
-    handle = model.get_input_embeddings().register_forward_hook(add)
-    try:
+    with model.get_input_embeddings().register_forward_hook(add):
         yield
-    finally:
-        handle.remove()
-
-
-def tokens_of_samples(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The number of tokens of the sample that each token belongs to: (B, 1, 1), or (1, L, 1) of a packed row."""
-    if (mask := inputs.get("attention_mask")) is not None:
-        return mask.sum(1)[:, None, None]
-    lengths = inputs["cu_seq_lens_q"].diff()
-    return lengths.repeat_interleave(lengths, output_size=inputs["input_ids"].shape[1])[None, :, None]

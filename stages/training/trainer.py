@@ -28,7 +28,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import SFTConfig, SFTTrainer
 
 from stages.core.errors import UserError
-from stages.core.params.schema import LrSchedule, Part
+from stages.core.params.schema import LrSchedule, Part, ScheduleOptions
 from stages.internals.accelerate_internals import use_fp16_on_cpu
 from stages.internals.torch_internals import cpu_peak
 from stages.internals.trl_internals import metric_sums, set_metric_sums, set_token_count
@@ -38,7 +38,7 @@ from stages.models.prompts import Processor
 from stages.planning.memory_use import GpuUse
 from stages.planning.plan import Plan
 from stages.training.batches import FEATURES, IGNORED
-from stages.training.muon import MUON, MuonWithAdamW, hidden_matrices
+from stages.training.muon import MuonWithAdamW, hidden_matrices
 from stages.training.noise import noisy_embeddings
 from stages.training.randomness import random_state, set_random_state
 from stages.training.records import LOSS, SCORE, best_step, is_over
@@ -128,7 +128,7 @@ class RecipeTrainer(ResumableTrainer):
                     group = (part_of(name), name in decayed, name in by_muon, rate)
                     groups.setdefault(group, []).append(parameter)
             settings = [
-                {"params": parameters, "lr": rate, "weight_decay": weight_decay if decay else 0.0, MUON: muon}
+                {"params": parameters, "lr": rate, "weight_decay": weight_decay if decay else 0.0, "muon": muon}
                 for (_, decay, muon, rate), parameters in groups.items()
             ]
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
@@ -246,9 +246,7 @@ def training_arguments(plan: Plan, output_dir: str, **more: Any) -> SFTConfig:
 
 def scheduler_options(plan: Plan) -> dict[str, float]:
     """Arguments of the schedule in transformers/optimization.py, beside its numbers of steps."""
-    options, schedule = plan.recipe.lr_schedule_options, plan.schedule
-    if options is None:
-        return {}
+    options, schedule = plan.recipe.lr_schedule_options or ScheduleOptions(), plan.schedule
     least = options.min_lr_ratio or 0.0
     own: dict[LrSchedule, dict[str, float]] = {
         "cosine_with_min_lr": {"min_lr_rate": least},

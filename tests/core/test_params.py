@@ -287,6 +287,11 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
             {f"{DATASETS}.both-domains.mix": {"qmsm": 3}},
             "both-domains.mix.qmsm: the profile has no such dataset (did you mean",
         ),
+        (
+            {f"{DATASETS}.qmsum.repeat": {"*": 3}},
+            f"{DATASETS}.both-domains.mix.qmsum: repeats samples itself; let the mix repeat them: {{qmsum/*: 3}}",
+        ),
+        ({f"{DATASETS}.visempar.repeat": {"*": 1}}, f"{DATASETS}.visempar.repeat.'*': input should be"),
         ({f"{DATASETS}.both-domains.mix": {"nutrition-tables": 3}}, "has the task detection, this one moe"),
         # Builds
         ({f"{BUILD}.experts.1.recipe": "r1"}, f"{BUILD}.experts: no recipe is called 'r1'"),

@@ -1,8 +1,9 @@
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -55,12 +56,17 @@ def prepare(
     test: str | None = None,
     limit: LimitParams | None = None,
     separate_groups: bool = False,
+    repeat: Mapping[str, int] = MappingProxyType({}),
     **data: Any,
 ) -> dict[str, Any]:
+    """train: the words of train.txt, and after each ` | ` those of train_2.txt and further files."""
+
     def summary(_: str, records: Sequence[Word]) -> dict[str, Any]:
         return {"longest": max(len(record.word) for record in records)}
 
-    splits = {"train": samples("train.txt", train.split())}
+    first, *others = train.split(" | ")
+    files = {"train.txt": first} | {f"train_{number}.txt": some for number, some in enumerate(others, start=2)}
+    splits = {"train": [sample for file, some in files.items() for sample in samples(file, some.split())]}
     for split, words in {"val": val, "test": test}.items():
         if words is not None:
             splits[split] = samples(f"{split}.txt", words.split())
@@ -73,7 +79,8 @@ def prepare(
         held_out=0.25,
         separate_groups=separate_groups,
     )
-    dataset = RawDataset(rules=rules, source="folder:in", splits=splits, unused_files=lambda: ["c.txt", "b.txt"])
+    unused = ["c.txt", "b.txt"]
+    dataset = RawDataset(rules=rules, source="folder:in", splits=splits, unused_files=lambda: unused, repeat=repeat)
     return write_prepared(dataset, out_dir, DataParams(**data), limit)
 
 
@@ -260,6 +267,28 @@ def test_every_split_has_a_limit(tmp_path: Path) -> None:
     stats = prepare(tmp_path / "out", train, "a b c d", selection=0.3, limit=limit)["splits"]
     assert {split: each["records"] for split, each in stats.items()} == {"train": 7, "val": 3, "selection": 5}
     assert {each.name for each in fields(LimitParams)} == set(SPLITS)
+
+
+def test_samples_are_repeated_by_file_after_splits_and_limits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "stages")
+    train, repeat = "a b | c d | e f", {"train_3*": 10, "train_*": 3}
+    stats = prepare(tmp_path / "out", train, "v w", repeat=repeat)
+    counts = Counter(words(tmp_path / "out", "train"))
+    assert counts == {"a": 1, "b": 1, "c": 3, "d": 3, "e": 10, "f": 10}, "the first pattern that matches counts"
+    assert stats["splits"]["train"]["records"] == counts.total() == 28
+    assert stats["repeat"] == repeat
+    assert "2 samples of train_3*, 10 times each" in caplog.text
+    assert words(tmp_path / "out", "val") == ["v", "w"]
+    many = " | ".join(" ".join(f"{letter}{number}" for number in range(20)) for letter in "ab")
+    for folder, times in (("once", {}), ("twice", {"*": 2})):
+        prepare(tmp_path / folder, many, repeat=times, limit=LimitParams(train=8), selection=0.2)
+    assert words(tmp_path / "twice", "train") == [each for each in words(tmp_path / "once", "train") for _ in "12"]
+    for split in ("val", "selection"):
+        assert words(tmp_path / "twice", split) == words(tmp_path / "once", split)
+    assert (
+        refusal(tmp_path / "none", train, "v", repeat={"val*": 2})
+        == "repeat: 'val*' matches no file of a training sample"
+    )
 
 
 @pytest.mark.parametrize("strict", [False, True])

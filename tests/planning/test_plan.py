@@ -122,10 +122,10 @@ def test_the_warm_up_is_a_number_of_steps_or_a_share_of_them() -> None:
 def test_a_schedule_that_takes_more_steps_than_there_are_is_refused() -> None:
     decaying: dict[str, Any] = {"lr_schedule": "warmup_stable_decay", "epochs": 1, "warmup_steps": 15}
     for changes, problem in (
-        ({"warmup_steps": 60}, "has a warm-up of 60 steps, but its training has 60; lower warmup_steps"),
+        ({"warmup_steps": 60}, "r1-llm-only has 60 steps, fewer than a warm-up of 60 and a decay of 1; lower"),
         (
             decaying | {"lr_schedule_options": ScheduleOptions(min_lr_ratio=0.0, decay_ratio=0.26)},
-            "a warm-up of 15 steps, and a decay of 6, but its training has 20; lower warmup_steps or .*decay_ratio",
+            "r1-llm-only has 20 steps, fewer than a warm-up of 15 and a decay of 6; lower .*decay_ratio",
         ),
     ):
         with pytest.raises(UserError, match=problem):

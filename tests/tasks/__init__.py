@@ -31,11 +31,13 @@ def prepare(
     mix: dict[str, int | None] | None = None,
     reader: Any = None,
     splits: dict[str, str] | None = None,
+    repeat: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """Prepares a dataset as the stage does. reader: the task's Reader. Returns the content of stats.json."""
     settings = asdict(reader) if reader else {}
     named = SplitParams(**splits or {})
-    dataset = DatasetParams(task=task, source=source, splits=named, limit=limit, mix=mix, reader=settings)
+    entries: dict[str, Any] = {"limit": limit, "mix": mix, "reader": settings, "repeat": repeat or {}}
+    dataset = DatasetParams(task=task, source=source, splits=named, **entries)
     data = DataParams(skip_invalid=skip_invalid, selection=selection)
     return prepare_dataset(load_task(task, "sources"), dataset, data, out_dir, path="datasets.made-up")
 

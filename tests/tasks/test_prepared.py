@@ -1,4 +1,4 @@
-"""Prepared files that were damaged afterwards, as the stages of every task read them."""
+"""Prepared files with repeated samples, or damaged afterwards, as the stages of every task read them."""
 
 import io
 from dataclasses import dataclass
@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.core.errors import UserError
+from stages.core.params.schema import LimitParams
 from stages.core.tasks import load_task
 from stages.data.parquet import write_rows
 from stages.data.splits import to_row
 from stages.tasks.amr.samples import parse_record
+from tests import ROOT
 from tests.damage import damaged_bytes, quick
-from tests.tasks import TASKS, asked_of_a_model
+from tests.tasks import TASKS, asked_of_a_model, prepare
 from tests.tasks.chat.conversations import record as conversation_record
 from tests.tasks.detection.rows import record
 from tests.tasks.moe.made_up import fact, meeting
@@ -29,6 +31,21 @@ RECORDS: dict[str, list[Any]] = {
     "moe": [fact(1), meeting(2), fact(3)],
     "chat": [conversation_record(name, "You.", "exact") for name in ("Who?", "What?", "Where?")],
 }
+
+DATA = {"detection": "nutrition-tables", "amr": "visempar", "moe": "truthfulqa", "chat": "conversations"}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_trains_on_samples_as_often_as_their_file_says(task: str, tmp_path: Path) -> None:
+    found = []
+    for folder, repeat in (("once", {}), ("thrice", {"*train*": 3})):
+        source, limit = f"folder:{ROOT}/data/tiny/{DATA[task]}", LimitParams(train=4, val=2)
+        prepare(task, source, out_dir=tmp_path / folder, limit=limit, repeat=repeat)
+        samples = load_task(task, "samples")
+        found.append({split: samples.read_split(tmp_path / folder, split) for split in ("train", "val")})
+    once, thrice = found
+    assert thrice["train"] == [record for record in once["train"] for _ in range(3)]
+    assert thrice["val"] == once["val"]
 
 
 @dataclass

@@ -307,6 +307,8 @@ def test_data_are_taken_only_if_they_are_the_profiles(params: Params) -> None:
     ):
         write_stats("finetune-mix", {"source": "mix", "parts": parts})
         assert (available_data(params.on("tiny"), "finetune-mix") is not None) == taken
+    write_stats("finetune-mix", {"source": "mix", "parts": ours, "repeat": {"qmsum/*": 3}})
+    assert available_data(params.on("tiny"), "finetune-mix") is None
 
 
 def write_stats(dataset: str, stats: Any) -> Path:

@@ -257,6 +257,8 @@ def _dataset(here: str, dataset: DatasetParams, datasets: dict[str, DatasetParam
             yield f"{here}.mix.{part}", f"the profile has no such dataset{nearest(part, datasets)}"
         elif datasets[part].source == "mix":
             yield f"{here}.mix.{part}", "is a mix itself"
+        elif datasets[part].repeat:
+            yield f"{here}.mix.{part}", f"repeats samples itself; let the mix repeat them: {{{part}/*: 3}}"
         elif datasets[part].task != dataset.task:
             yield f"{here}.mix.{part}", f"has the task {datasets[part].task}, this one {dataset.task}"
 

@@ -44,7 +44,6 @@ OPTIMIZERS: dict[Optimizer, OptimizerTraits] = {
     "adamw_torch_fused": OptimizerTraits(32, needs_gpu=False, shardable=True, paged=False, smaller="adamw_8bit"),
     "adamw_8bit": OptimizerTraits(8, needs_gpu=True, shardable=False, paged=False, smaller="paged_adamw_8bit"),
     "paged_adamw_8bit": OptimizerTraits(8, needs_gpu=True, shardable=False, paged=True, smaller=None),
-    # Other algorithms, which the memory ladder neither takes nor leaves.
     "lion_32bit": OptimizerTraits(32, needs_gpu=False, shardable=False, paged=False, smaller=None),
     "muon": OptimizerTraits(32, needs_gpu=False, shardable=False, paged=False, smaller=None),
     "adafactor": OptimizerTraits(32, needs_gpu=False, shardable=False, paged=False, smaller=None),
@@ -148,6 +147,9 @@ class DatasetParams:
     mix: dict[Name, Annotated[int, Field(ge=0, le=10**9)] | None] | None = None
     """Parts of a `mix`, each with the largest number of its training samples; null for all. The validation split has
     those of every part, also of one with 0 training samples."""
+    repeat: dict[Text, Annotated[int, Field(ge=2, le=10_000)]] = Field(default_factory=dict)
+    """How often an epoch has a training sample, by a pattern of its file as messages name it, e.g. `synthetic*` or, of
+    a mix, `PART/*`; the first that matches counts. Other samples: once."""
     reader: dict[str, Any] = Field(default_factory=dict)
     """Settings of the task that reads it: see the class Reader in stages/tasks/TASK/sources."""
 
@@ -312,7 +314,6 @@ class ScheduleOptions:
     """Share of the optimizer steps, the last ones, in which the rate falls; before, it is constant."""
 
     def decay_steps(self, num_steps: int) -> int:
-        """Steps in which the rate falls after a constant one."""
         return ceil(num_steps * (self.decay_ratio or 0.0))
 
 

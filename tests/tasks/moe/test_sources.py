@@ -1,3 +1,4 @@
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,14 @@ def test_a_mix_takes_its_shares_and_validates_on_all(tmp_path: Path) -> None:
     alone = prepared("mix", tmp_path / "alone", mix={"truthfulqa": None, "qmsum": 0})
     assert {record.domain for record in alone["train"]} == {"truthfulqa"}
     assert alone["val"] == splits["val"], "all that are compared must be validated on the same"
+
+
+def test_a_mix_repeats_samples_of_its_parts(tmp_path: Path) -> None:
+    two_domains(tmp_path)
+    mix: dict[str, int | None] = {"truthfulqa": 12, "qmsum": 3}
+    train = prepared("mix", tmp_path / "both", mix=mix, repeat={"qmsum/*": 4})["train"]
+    assert Counter(record.domain for record in train) == {"truthfulqa": 12, "qmsum": 12}
+    assert {*Counter(record.id for record in train if record.domain == "qmsum").values()} == {4}
 
 
 def test_a_mix_sets_aside_what_its_parts_did(tmp_path: Path) -> None:
