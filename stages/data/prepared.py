@@ -98,7 +98,7 @@ class RawDataset(Generic[R]):
     """The datasets that a mix consists of, by name: `source`, `asked` (training samples to take at most; None: all),
     `available` and `taken`."""
     repeat: Mapping[str, int] = field(default_factory=dict)
-    """How often the training split has a sample in the end, by pattern of its file."""
+    """Copies of a sample in the training split that is written, by pattern of its file; of others one."""
 
     def records(self) -> Iterator[R]:
         for samples in self.splits.values():
@@ -229,7 +229,7 @@ class _Split(Generic[R]):
     in_groups: Counter[str] = field(default_factory=Counter)
     """Counts of other samples with a group of another split, by that split."""
     times: list[int] = field(default_factory=list)
-    """How often the training split has each sample; of other splits none."""
+    """Copies of each sample to write; empty for one of each."""
     digest: Any = field(default_factory=hashlib.sha256)
 
     def valid(self, samples: Iterable[Sample[R]]) -> Iterator[tuple[Place, R]]:
@@ -310,7 +310,7 @@ class _Preparation(Generic[R]):
             yield "selection", iter(aside)
 
     def _times(self, place: Place) -> int:
-        """How often the training split has the sample of that place."""
+        """Copies of the sample of that place in the training split."""
         pattern = next((each for each in self.dataset.repeat if fnmatchcase(place.file, each)), "")
         self.matched[pattern] += 1
         return self.dataset.repeat.get(pattern, 1)

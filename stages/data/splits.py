@@ -50,7 +50,7 @@ class Origin:
     parts: dict[str, Part] = field(default_factory=dict)
     """The datasets of a mix, by name."""
     repeat: dict[str, int] = field(default_factory=dict)
-    """As the dataset's in params.yaml."""
+    """The dataset's setting in params.yaml."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 

@@ -38,8 +38,7 @@ def resolve_plan(
 
     train_samples: number of training samples in the prepared data. has_selection: whether that has a selection split.
     instructions: this environment's.
-    Raises UserError if the effective batch is not divisible by what the devices take at once, or the training has too
-    few steps for its schedule.
+    Raises UserError if the effective batch is no multiple of what the devices take at once, or the steps are too few.
     """
     recipe, profile = params.recipe(name), params.active
     quantization = profile.memory.quantization or recipe.quantization

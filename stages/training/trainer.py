@@ -132,9 +132,7 @@ class RecipeTrainer(ResumableTrainer):
                 for (_, decay, muon, rate), parameters in groups.items()
             ]
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-            if self.plan.memory.optimizer == "muon":
-                optimizer_class = MuonWithAdamW
-            self.optimizer = optimizer_class(settings, **options)
+            self.optimizer = (MuonWithAdamW if by_muon else optimizer_class)(settings, **options)
         return self.optimizer
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:

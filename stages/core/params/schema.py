@@ -148,8 +148,8 @@ class DatasetParams:
     """Parts of a `mix`, each with the largest number of its training samples; null for all. The validation split has
     those of every part, also of one with 0 training samples."""
     repeat: dict[Text, Annotated[int, Field(ge=2, le=10_000)]] = Field(default_factory=dict)
-    """How often an epoch has a training sample, by a pattern of its file as messages name it, e.g. `synthetic*` or, of
-    a mix, `PART/*`; the first that matches counts. Other samples: once."""
+    """Copies of a training sample in each epoch, by a pattern of its file as messages name it, e.g. `synthetic*` or,
+    in a mix, `PART/*`; the first that matches counts. Other samples are there once."""
     reader: dict[str, Any] = Field(default_factory=dict)
     """Settings of the task that reads it: see the class Reader in stages/tasks/TASK/sources."""
 
@@ -348,8 +348,7 @@ class LearningParams:
     """Samples in one optimizer step: micro_batch x accumulation x devices."""
     lr_schedule: LrSchedule = "cosine"
     """The learning rate after the warm-up, by transformers' names: to 0 along half a cosine or a line; constant; to a
-    least rate along half a cosine or a polynomial; or constant, and then to it along half a cosine
-    (warmup_stable_decay, which also begins its warm-up at the least rate)."""
+    least rate along half a cosine or a polynomial; or constant, and then to it along half a cosine."""
     lr_schedule_options: ScheduleOptions | None = None
     weight_decay: Annotated[float, Field(ge=0, le=1e12)] = 0.0
     max_grad_norm: Rate = 1.0
@@ -379,8 +378,7 @@ class RecipeParams(LearningParams):
     optimizer: Optimizer | None = None
     """Null: the profile's `memory.optimizer`."""
     warmup_ratio: Share | None = None
-    """Share of the optimizer steps in which the learning rate rises from 0 along a line. Null: as `warmup_steps` says,
-    or 0.05."""
+    """Share of optimizer steps in which the learning rate rises from 0 along a line. Null: as warmup_steps, or 0.05."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] | None = None
     """Optimizer steps in which the learning rate rises, in place of their share."""
     validation: ValidationParams | None = Field(default_factory=ValidationParams)
