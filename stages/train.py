@@ -129,7 +129,8 @@ def save(
     tensors = trained_tensors(trained)
     if not is_first_process():
         return
-    save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors, initial=initial)
+    found: Any = {"base_name": base.source.get("hub", plan.base_dir), "revision": base.source.get("revision")}
+    save_trained(trained, trained_dir, **found, tensors=tensors, initial=initial)
     parents = {"base": (Path(plan.base_dir), base)}
     lineage = write_lineage(trained_dir, kind="trained", name=plan.name, parents=parents)
     record = write_records(trainer, training_dir, attempt=attempt)

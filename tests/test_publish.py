@@ -57,6 +57,7 @@ def test_the_cards_table_and_figures_are_the_reports(workspace: Path) -> None:
     card = (publish() / "README.md").read_text()
     compare_task(load_params(), "detection", data_dir=Path("data"), console=Console(quiet=True))
     report = Path("data/report/detection/comparison.md").read_text().partition("\n## ")[0]
+    assert "base is not on the hub: `adapter_config.json`" in card
     lines = [line for line in report.splitlines() if line.startswith("|") or RUN in line]
     assert len(lines) > 4
     assert [line for line in lines if line not in card] == []
@@ -146,6 +147,7 @@ def test_base_and_data_of_the_hub_have_their_names_there(tmp_path: Path, monkeyp
     stats.write_text(json.dumps({**found, "source": f"hub:{dataset}@{'b' * 40}"}))
     card = ModelCard.load(publish() / "README.md").data
     assert (card.base_model, card.datasets, card.license) == ([base["hub"]], [dataset], "apache-2.0")
+    assert "is not on the hub" not in card.text
     assert {(each.dataset_type, each.dataset_revision) for each in card.eval_results} == {(dataset, "b" * 40)}
 
 

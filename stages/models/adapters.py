@@ -290,13 +290,15 @@ def save_trained(
     model: PreTrainedModel | PeftModel,
     folder: Path,
     *,
-    base_dir: str,
+    base_name: str,
+    revision: str | None,
     tensors: dict[str, torch.Tensor],
     initial: Mapping[str, torch.Tensor],
 ) -> None:
     """Write `folder/adapter/` (PEFT) and `folder/weights.safetensors` (parts trained in full), if there are any.
 
-    base_dir: the base's path relative to the workspace, for PEFT's own tools; loading here goes by the lineage.
+    base_name, revision: the base's on the hub, or its path relative to the workspace and None, for PEFT's own tools;
+    loading here goes by the lineage.
     tensors: from `trained_tensors`. initial: from `initial_tensors`.
     """
     full = {plain_name(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
@@ -304,7 +306,7 @@ def save_trained(
         save_file(full, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     if isinstance(model, PeftModel):
         config = copy(model.peft_config["default"])
-        config.base_model_name_or_path = base_dir
+        config.base_model_name_or_path, config.revision = base_name, revision
         config.target_modules = sorted(config.target_modules)  # PEFT's is a set
         adapter = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
         if initial:
