@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from itertools import chain
 from math import cos, pi
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -33,6 +34,7 @@ from stages.training.resume import train_to_the_end
 from stages.training.trainer import (
     MAX_OVERFLOWS,
     ContractBreach,
+    LineProgress,
     RecipeTrainer,
     SortedInSteps,
     StartContract,
@@ -57,6 +59,24 @@ def test_training_changes_what_is_trained_and_nothing_else(build: Build) -> None
             assert torch.equal(before[name], parameter), name
         elif "lora_B" in name:
             assert not torch.equal(before[name], parameter), name
+
+
+def test_the_time_left_counts_no_rehearsal(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step takes 100 s, as it has the rehearsal, and the others 2 s each."""
+    caplog.set_level("INFO", logger="stages")
+    progress, clock = LineProgress(), iter([0.0, 100.0, 102.0, 104.0])
+    monkeypatch.setattr("stages.training.trainer.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    arguments: Any = None
+    for step in range(3):
+        state: Any = SimpleNamespace(global_step=step, max_steps=10, is_world_process_zero=True)
+        progress.on_step_begin(arguments, state, arguments)
+        state.global_step += 1
+        progress.on_log(arguments, state, arguments, logs={"loss": 1.0})
+    assert [record.message for record in caplog.records] == [
+        "step 1/10  loss 1.0000",
+        "step 2/10  loss 1.0000  0.50 steps/s  0:16 left",
+        "step 3/10  loss 1.0000  0.50 steps/s  0:14 left",
+    ]
 
 
 def test_what_a_gpu_did_is_in_the_record(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
