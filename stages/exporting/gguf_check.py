@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 
-from stages.exporting.gguf_file import IDLE_GATE, Entry, architecture_of
+from stages.exporting.gguf_file import IDLE_GATE, Entry, architecture_of, head_dim
 from stages.models.folders import Checkpoint, read_config
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -29,36 +29,39 @@ def largest_deviations(model_dir: Path, path: Path, entries: Sequence[Entry]) ->
     shape, and for a tensor of the file that nothing in the folder is made into. entries: as they were written."""
     config, weights = read_config(model_dir), Checkpoint(model_dir)
     tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    is_interleaved = architecture_of(config).interleaved
     is_neutral = config.get("neutral_shared_expert", False)
     unknown = tensors.keys() - {entry.name for entry in entries} - {"rope_freqs.weight"}
     tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
     left_out = weights.path_of.keys() - {source for entry in entries for source in entry.sources} - tied
     found = dict.fromkeys(unknown | left_out, np.inf)
     for entry in entries:
+        tensor = tensors.get(entry.name)
         for expert, source in enumerate(sorted(entry.sources, key=_expert_of)):
-            original = weights[source].float().numpy()
-            if is_neutral and source.endswith(IDLE_GATE):
-                original = np.ones_like(original)
-            values = _values(path, tensors.get(entry.name), expert, len(entry.sources))
-            if values.shape != original.shape:
+            num_rows, *width = weights.shape(source)
+            shape = [len(entry.sources), num_rows, *width][len(entry.sources) == 1 :]
+            if tensor is None or tensor.shape[::-1].tolist() != shape:
                 found[source] = np.inf
                 continue
-            if is_interleaved and (of := heads.get(source.split(".")[-2])):
-                values = values[_places(len(values), of)]
-            found[source] = float((np.abs(values - original) / step(original, entry.kind)).max())
+            is_by_heads = source.split(".")[-2] in ("q_proj", "k_proj") and architecture_of(config).interleaved
+            off = []
+            for rows in entry.blocks():
+                original = weights.rows(source, rows).float().numpy()
+                if is_neutral and source.endswith(IDLE_GATE):
+                    original = np.ones_like(original)
+                values = _rows(path, tensor, expert * num_rows + rows.start, len(original)).reshape(original.shape)
+                if is_by_heads:
+                    values = values[_places(len(values), head_dim(config))]
+                off.append((np.abs(values - original) / step(original, entry.kind)).max())
+            found[source] = float(np.max(off))
     return found
 
 
-def _values(path: Path, tensor: ReaderTensor | None, part: int, parts: int) -> Array:
-    """One of equal parts of a tensor of the file, in fp32; empty if it is not there. It is read, and not mapped: mapped
-    pages stay in memory."""
-    if tensor is None:
-        return np.empty(0)
-    kind, shape, size = tensor.data.dtype, tensor.data.shape[parts > 1 :], tensor.data.size // parts
-    data = np.fromfile(path, kind, count=size, offset=tensor.data_offset + part * size * kind.itemsize)
-    return gguf.quants.dequantize(data.reshape(shape), tensor.tensor_type)
+def _rows(path: Path, tensor: ReaderTensor, first: int, count: int) -> Array:
+    """Rows of a tensor of the file, of all experts in turn, in fp32: (count, ...). They are read, and not mapped, as
+    mapped pages stay in memory."""
+    kind, width = tensor.data.dtype, tensor.data.shape[-1] if tensor.data.ndim > 1 else 1
+    data = np.fromfile(path, kind, count=count * width, offset=tensor.data_offset + first * width * kind.itemsize)
+    return gguf.quants.dequantize(data.reshape(count, width), tensor.tensor_type)
 
 
 def step(values: Array, kind: GGMLQuantizationType) -> Array:
@@ -75,8 +78,7 @@ def _expert_of(source: str) -> int:
     return int(source.partition(".experts.")[2].partition(".")[0] or 0)
 
 
-def _places(rows: int, heads: int) -> Array:
+def _places(rows: int, head_rows: int) -> Array:
     """The place in the file of each row of the folder, where a head's rows j and j + n/2 lie beside each other."""
-    row = np.arange(rows)
-    n = rows // heads
+    row, n = np.arange(rows), head_rows
     return row // n * n + row % n % (n // 2) * 2 + row % n // (n // 2)

@@ -10,13 +10,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 import gguf
 import numpy as np
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType
 from tqdm import tqdm
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stages.core.errors import UserError
 from stages.core.families import family_of
@@ -27,6 +29,8 @@ FILE_NAME = "model.gguf"
 Quantization = Literal["f16", "q8_0", "q4_0"]
 TYPES = {"f16": GGMLQuantizationType.F16, "q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 """Types that the package quantizes to, of weights in rows of whole blocks."""
+BLOCK = 2**18
+"""Weights in memory at a time."""
 IDLE_GATE = ".mlp.shared_expert_gate.weight"
 CONVERTER = "llama.cpp's convert_hf_to_gguf.py may know it"
 
@@ -58,8 +62,8 @@ class Entry:
     """One, or those of all experts, in their order."""
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
-    heads: int = 0
-    """Heads to interleave the rows of; 0 for none."""
+    head_rows: int = 0
+    """Rows of each head, which are interleaved; 0 for none."""
     is_idle: bool = False
     """Whether it is the gate of a shared expert that is all zero. llama.cpp divides by the gate's output: the file has
     ones in it, and what they gate is still zero."""
@@ -68,6 +72,29 @@ class Entry:
     def nbytes(self) -> int:
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
         return math.prod(self.shape) // block * size
+
+    def blocks(self) -> Iterator[slice]:
+        """Rows of each source, some BLOCK weights at a time, in whole heads."""
+        num_rows, *width = self.shape[len(self.sources) > 1 :]
+        unit = self.head_rows or 1
+        step = max(BLOCK // math.prod(width) // unit, 1) * unit
+        return (slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step))
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A tensor as `GGUFWriter.write_tensor_data` takes it, with a block of it in memory at a time."""
+
+    entry: Entry
+    weights: Checkpoint
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.nbytes
+
+    def tofile(self, file: BinaryIO) -> None:
+        blocks = ((source, rows) for source in self.entry.sources for rows in self.entry.blocks())
+        file.writelines(packed(self.entry, self.weights.rows(*block)).tobytes() for block in blocks)
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -92,7 +119,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def write_gguf(model_dir: Path, path: Path, quantization: Quantization, *, name: str) -> list[Entry]:
-    """Write a model folder as one file, with a single tensor of it in memory at a time; returns the file's tensors.
+    """Write a model folder as one file, a block of a tensor after the other; returns the file's tensors.
 
     name: of the model, in the file. Raises UserError for a model or a tokenizer that is not known.
     """
@@ -105,7 +132,7 @@ def write_gguf(model_dir: Path, path: Path, quantization: Quantization, *, name:
     writer.add_file_type(LlamaFileType[f"MOSTLY_{quantization.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_tokenizer(writer, model_dir, config["vocab_size"])
-    factors = rope_factors(config)
+    factors = rope_factors(config, model_dir)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
     for entry in entries:
@@ -116,7 +143,7 @@ def write_gguf(model_dir: Path, path: Path, quantization: Quantization, *, name:
     if factors is not None:
         writer.write_tensor_data(factors)
     for entry in tqdm(entries, "tensors", leave=False, disable=None):
-        writer.write_tensor_data(packed(entry, weights))
+        writer.write_tensor_data(cast("Any", Streamed(entry, weights)))
     writer.close()
     return entries
 
@@ -126,7 +153,6 @@ def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: Qua
     architecture = architecture_of(config)
     names = gguf.get_tensor_name_map(architecture.name, config["num_hidden_layers"])
     experts = config.get("num_experts", 0)
-    of_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for source in sorted(weights.path_of):
         if source == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
@@ -139,12 +165,13 @@ def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: Qua
             raise UserError(f"{source} has no name in GGUF; {CONVERTER}")
         shape = weights.shape(source)
         sources = tuple(f"{before}.mlp.experts.{each}.{matrix}" for each in range(experts)) if is_expert else (source,)
+        is_by_heads = architecture.interleaved and source.split(".")[-2] in ("q_proj", "k_proj")
         yield Entry(
             name=found,
             sources=sources,
             shape=(experts, *shape) if is_expert else shape,
             kind=kind_of(found, shape, quantization),
-            heads=of_heads.get(source.split(".")[-2], 0) if architecture.interleaved else 0,
+            head_rows=head_dim(config) if is_by_heads else 0,
             is_idle=source.endswith(IDLE_GATE) and config.get("neutral_shared_expert", False),
         )
 
@@ -160,37 +187,33 @@ def kind_of(name: str, shape: tuple[int, ...], quantization: Quantization) -> GG
     return kind if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16
 
 
-def packed(entry: Entry, weights: Checkpoint) -> np.ndarray[Any, Any]:
-    """The bytes of a tensor in the file."""
+def packed(entry: Entry, rows: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Rows of one of an entry's sources, as the file has them."""
     if entry.is_idle:
-        return np.ones(entry.shape, np.float32)
-    parts = []
-    for source in entry.sources:
-        values = interleaved(weights[source], entry.heads) if entry.heads else weights[source]
-        with np.errstate(over="ignore"):  # the certificate says so
-            parts.append(gguf.quants.quantize(values.float().numpy(), entry.kind))
-    return np.stack(parts) if len(parts) > 1 else parts[0]
+        rows = torch.ones_like(rows)
+    if entry.head_rows:
+        rows = interleaved(rows, entry.head_rows)
+    with np.errstate(over="ignore"):  # the certificate says so
+        return gguf.quants.quantize(rows.float().numpy(), entry.kind)
 
 
-def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
+def interleaved(rows: torch.Tensor, head_rows: int) -> torch.Tensor:
     """Rows of each head's halves in turn: 0, n/2, 1, n/2 + 1, and so on. rows: (heads x n, ...)."""
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return rows.unflatten(0, (-1, 2, head_rows // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def add_settings(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
+    writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    writer.add_key_length(head_dim(config))
+    writer.add_value_length(head_dim(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(head_dim(config))
     writer.add_rope_freq_base(rope(config)["rope_theta"])
     if "num_experts" in config:
         writer.add_expert_count(config["num_experts"])
@@ -205,13 +228,15 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **given}
 
 
-def rope_factors(config: Mapping[str, Any]) -> np.ndarray[Any, Any] | None:
+def head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def rope_factors(config: Mapping[str, Any], model_dir: Path) -> np.ndarray[Any, Any] | None:
     """Divisors of the rotary frequencies of Llama 3.1 and later, (head_dim / 2,); None for a model without."""
-    settings = rope(config)
-    if settings["rope_type"] != "llama3":
+    if rope(config)["rope_type"] != "llama3":
         return None
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    wavelengths = 2 * np.pi * settings["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high, factor = settings["low_freq_factor"], settings["high_freq_factor"], settings["factor"]
-    smooth = (settings["original_max_position_embeddings"] / wavelengths - low) / (high - low)
-    return (1 / ((1 - smooth.clip(0, 1)) / factor + smooth.clip(0, 1))).astype(np.float32)
+    plain = rope(config)["rope_theta"] ** (-torch.arange(0, head_dim(config), 2) / head_dim(config))
+    return (
+        plain / ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(model_dir), torch.device("cpu"))[0]
+    ).numpy()

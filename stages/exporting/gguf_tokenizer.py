@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFWriter, TokenType
+from gguf import GGUFWriter, SpecialVocab, TokenType
 
 from stages.core.errors import UserError
 from stages.core.given_files import read_plain
@@ -21,7 +21,7 @@ PRE_TOKENIZERS = {"qwen2": _PATTERN.replace("DIGITS", ""), "llama-bpe": _PATTERN
 
 def add_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> None:
     """Raises UserError for a tokenizer other than byte-level BPE with a known pre-tokenizer."""
-    tokenizer, settings = (_read(model_dir / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer = _read(model_dir / "tokenizer.json")
     model = tokenizer["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise UserError(f"{model_dir} has a tokenizer other than byte-level BPE, which is not exported to GGUF here")
@@ -35,19 +35,9 @@ def add_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> None:
     writer.add_tokenizer_pre(_pre_tokenizer(tokenizer, model_dir))
     writer.add_token_list(ids)
     writer.add_token_types(types)
-    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in model["merges"]])
-    for role, add in {
-        "bos_token": writer.add_bos_token_id,
-        "eos_token": writer.add_eos_token_id,
-        "pad_token": writer.add_pad_token_id,
-    }.items():
-        token = settings.get(role)
-        if token := token["content"] if isinstance(token, dict) else token:
-            add(ids.index(token))
-    writer.add_add_bos_token(False)  # chat templates write it
-    template = model_dir / "chat_template.jinja"
-    if text := template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template"):
-        writer.add_chat_template(text)
+    special = SpecialVocab(model_dir, load_merges=True, n_vocab=vocab_size)
+    special.add_special_token = {"bos": False}  # chat templates write it
+    special.add_to_gguf(writer, quiet=True)
 
 
 def _pre_tokenizer(tokenizer: dict[str, Any], model_dir: Path) -> str:

@@ -160,6 +160,11 @@ class Checkpoint:
         with safe_open(self.path_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
+    def rows(self, name: str, rows: slice) -> torch.Tensor:
+        """Rows of a tensor, mapped likewise."""
+        with safe_open(self.path_of[name], framework="pt") as file:
+            return file.get_slice(name)[rows]
+
     def shape(self, name: str) -> tuple[int, ...]:
         with safe_open(self.path_of[name], framework="pt") as file:
             return tuple(file.get_slice(name).get_shape())
