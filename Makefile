@@ -102,10 +102,10 @@ verify: setup ## Read every output back and compare; RERUN=STAGE: run it again a
 		$(if $(PUBLISHED),--published '$(PUBLISHED)') $(if $(KEY),--key '$(KEY)')
 
 .PHONY: publish
-publish: setup ## Write a run as a folder to publish, data/published/RUN; SEND=1 uploads it (RUN=, TO=OWNER/NAME)
+publish: setup ## Write a run or an export as a folder to publish, data/published/RUN; SEND=1 uploads it (RUN=, TO=OWNER/NAME)
 	@$(if $(RUN),,$(error which run? make publish RUN=r4-joint))
-	@test -f 'data/runs/$(RUN)/metrics.json' || { echo 'there is no evaluation of $(RUN) yet; make it with: dvc repro evaluate@$(RUN)'; exit 1; }
-	@$(offline) $(python) -m dvc repro -s 'publish@$(RUN)'
+	@test -f 'data/runs/$(RUN)/metrics.json' || { echo 'there is no evaluation of $(RUN) yet; make it with: dvc repro evaluate@$(RUN), or exported@$(RUN)'; exit 1; }
+	@$(offline) $(python) -m dvc repro -s '$(if $(wildcard data/exports/$(RUN)),published,publish)@$(RUN)'
 	@$(if $(filter-out 0,$(SEND)),$(python) -m tools.send 'data/published/$(RUN)' '$(or $(TO),$(error where to? TO=OWNER/NAME))',\
 		echo "Look at data/published/$(RUN)/README.md. Nothing was sent; that does: make publish RUN=$(RUN) TO=OWNER/NAME SEND=1")
 

@@ -38,11 +38,8 @@ def compare_task(params: Params, task: str, *, data_dir: Path, console: Console)
     Raises UserError if nothing was run, or if the runs cannot be compared.
     """
     report = task_report(load_task(task, "report"), params, task)
-    comparison = compare(
-        report,
-        read_contenders(params, report, [data_dir]),
-        matters_to_exports=params.compare.matters.get(report.primary.key),
-    )
+    matters = params.compare.matters.get(report.primary.key)
+    comparison = compare(report, read_contenders(params, report, [data_dir]), matters=matters)
     write_report(comparison, data_dir / "report" / task, profile=params.profile, console=console)
     return comparison
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
@@ -39,13 +39,14 @@ from stages.data.groups import groups_of
 from stages.data.guards import GUARD, GUARDS_FILE, read_guard
 from stages.data.parquet import write_rows
 from stages.evaluation.generate import TextGenerator, batch_size_for, load_generator
-from stages.evaluation.likelihood import AnswerLikelihood, answer_log_likelihoods
+from stages.evaluation.likelihood import answer_log_likelihoods
+from stages.evaluation.llama_cpp import LlamaCpp, load_exported
 from stages.evaluation.score import Scored, failures, read_completions, score_completions, summary, write_examples
 from stages.evaluation.statistics import figures, perplexity
 from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
 from stages.exporting.certificate import exported_model
-from stages.exporting.packages import require_llama_cpp
 from stages.models.certificate import certified_model
+from stages.models.prompts import tokenizer_of
 from stages.planning.ladder import MAX_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
@@ -68,17 +69,15 @@ def main(name: str, attempt: int) -> None:
     configure_logging(f"evaluate {name}")
     params = load_params()
     task = task_of(params, name)
-    samples, scoring = task.samples, task.scoring
-    records = samples.read_split(Path("data/prepared") / params.subject(name).data, params.scored)
-    questions = [samples.conversation(record, answered=False, answer_format=task.answer_format) for record in records]
+    records, scoring = task.records, task.scoring
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
     if name in params.baselines and (path := params.baselines[name].answers):
-        evaluation = evaluate_file(name, task, Path(path), records, questions)
+        evaluation = evaluate_file(name, task, Path(path))
     elif name in params.exports:
-        evaluation = evaluate_gguf(params, name, task, records, questions, attempt=attempt)
+        evaluation = evaluate_export(params, name, task, attempt=attempt)
     else:
-        evaluation = evaluate_model(params, name, task, records, questions, attempt=attempt)
+        evaluation = evaluate_model(params, name, task, attempt=attempt)
 
     metrics = evaluation.metrics | ({} if params.scored == "val" else {"split": params.scored})
     metrics |= {f"{FAILURE}{kind}": len(rows) for kind, rows in failures(evaluation.rows, scoring).items()}
@@ -104,13 +103,24 @@ def main(name: str, attempt: int) -> None:
     track_evaluation(params.tracking, name, metrics, run_dir / "examples", model=evaluation.lineage)
 
 
-class Task(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A run's task with the samples that it is scored on."""
+
     name: str
     samples: ModuleType
     scoring: ModuleType
     answer_format: str | None
     models: dict[str, Any]
     """Options of `score`: models that it scores with, besides the evaluated one."""
+    records: Sequence[Any]
+    questions: Sequence[Conversation]
+
+    def score(self, generator: TextGenerator | LlamaCpp, completions: list[str] | None = None) -> Scored:
+        """Score a model's completions, or another engine's."""
+        return score_completions(
+            generator, self.records, self.questions, self.scoring, completions=completions, **self.models
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,17 +139,24 @@ def task_of(params: Params, name: str) -> Task:
     """The task of a run. Raises UserError for an answer format that it does not have, or a damaged model of its own."""
     subject = params.subject(name)
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
-    models = scoring.models() if hasattr(scoring, "models") else {}
-    if name in params.recipes or name in params.exports:
-        recipe = params.exports[name].recipe if name in params.exports else name
-        return Task(subject.task, samples, scoring, read_plan(recipe).recipe.answer_format, models)
-    require_answer_format(samples, subject.answer_format, f"baselines.{name}.answer_format")
-    return Task(subject.task, samples, scoring, subject.answer_format, models)
+    answer_format = subject.answer_format
+    if name in params.baselines:
+        require_answer_format(samples, answer_format, f"baselines.{name}.answer_format")
+    else:
+        answer_format = read_plan(params.recipe_name(name)).recipe.answer_format
+    records = samples.read_split(Path("data/prepared") / subject.data, params.scored)
+    return Task(
+        name=subject.task,
+        samples=samples,
+        scoring=scoring,
+        answer_format=answer_format,
+        models=scoring.models() if hasattr(scoring, "models") else {},
+        records=records,
+        questions=[samples.conversation(record, answered=False, answer_format=answer_format) for record in records],
+    )
 
 
-def evaluate_model(
-    params: Params, name: str, task: Task, records: Sequence[Any], questions: Sequence[Conversation], *, attempt: int
-) -> Evaluation:
+def evaluate_model(params: Params, name: str, task: Task, *, attempt: int) -> Evaluation:
     """Generate the completions of a recipe's model or a baseline, and score them."""
     run_dir = Path("data/runs") / name
     model_dir, lineage = certified_model(params, name)
@@ -147,7 +164,7 @@ def evaluate_model(
     options = params.baselines[name].template_options if name in params.baselines else {}
     planned = read_memory(name) if name in params.recipes else None
     largest = planned.evaluation_batch_size if planned else MAX_BATCH_SIZE
-    batch_size = batch_size_for(profile.evaluation, len(questions), largest=largest, attempt=attempt)
+    batch_size = batch_size_for(profile.evaluation, len(task.questions), largest=largest, attempt=attempt)
     engine = by_vllm = certificate = completions = None
     if profile.evaluation.engine == "vllm":  # it has ended before our own model takes the device
         engine = VllmEngine(
@@ -155,7 +172,7 @@ def evaluate_model(
             model_dir=model_dir,
             model_digest=lineage.digest,
             profile=profile,
-            questions=questions,
+            questions=task.questions,
             template_options=options,
             attempt=attempt,
         )
@@ -168,24 +185,28 @@ def evaluate_model(
     )
     if engine and by_vllm:
         certificate, completions = engine.certify(by_vllm, generator)
-    scored = score_completions(generator, records, questions, task.scoring, completions=completions, **task.models)
+    scored = task.score(generator, completions)
     metrics = scored.metrics | {
-        "samples_per_second": round(len(records) / (by_vllm.seconds if by_vllm else scored.generation_s), 3),
+        "samples_per_second": round(len(task.records) / (by_vllm.seconds if by_vllm else scored.generation_s), 3),
         "batch_size": generator.batch_size,
         "attempt": attempt,
         **({"engine": certificate.engine} if certificate else {}),
         **(memory_metrics(run_dir, planned) if planned else {}),
     }
     if not (planned or by_vllm or profile.memory.precision == "fp32"):
-        metrics |= rebatched(generator, records, questions, task, scored)
-    one_by_one = partial(answer_log_likelihoods, generator.model, generator.processor, batch_size=1)
+        metrics |= rebatched(generator, task, scored)
     made: dict[str, Any] = {"lineage": lineage, "memory": memory, "certificate": certificate}
-    return Evaluation(metrics=metrics, rows=scored.rows, guarded=guard_rows(params.guards, one_by_one), **made)
+    return Evaluation(metrics=metrics, rows=scored.rows, guarded=guard_rows(params.guards, generator), **made)
 
 
-def guard_rows(guards: Iterable[str], likelihoods: Callable[..., list[AnswerLikelihood]]) -> list[dict[str, Any]]:
-    """Rows of GUARDED. likelihoods: the model's, of conversations in order."""
+def guard_rows(guards: Iterable[str], generator: TextGenerator | LlamaCpp) -> list[dict[str, Any]]:
+    """Rows of GUARDED, by this model."""
     rows = [(guard, row) for guard in guards for row in read_guard(guard)]
+    likelihoods = (
+        generator.likelihoods
+        if isinstance(generator, LlamaCpp)
+        else partial(answer_log_likelihoods, generator.model, generator.processor, batch_size=1)
+    )
     found = likelihoods([row for _, row in rows]) if rows else []
     return [
         {"guard": guard, "id": row.sample_id, "nats": -each.sum_logprob, "tokens": float(each.num_tokens)}
@@ -193,62 +214,44 @@ def guard_rows(guards: Iterable[str], likelihoods: Callable[..., list[AnswerLike
     ]
 
 
-def rebatched(
-    generator: TextGenerator, records: Sequence[Any], questions: Sequence[Conversation], task: Task, scored: Scored
-) -> dict[str, Any]:
+def rebatched(generator: TextGenerator, task: Task, scored: Scored) -> dict[str, Any]:
     """The changes that half the batch brings: in 16 bits a completion depends on the others in its batch."""
-    halved = replace(generator, batch_size=min(generator.batch_size, len(records)) // 2 or 2)
-    again = score_completions(halved, records, questions, task.scoring, **task.models)
+    halved = replace(generator, batch_size=min(generator.batch_size, len(task.records)) // 2 or 2)
+    again = task.score(halved)
     same = sum(before == after for before, after in zip(scored.completions, again.completions, strict=True))
     metrics = {key: again.metrics[key] for key in task.scoring.SUMMARY if isinstance(again.metrics.get(key), float)}
-    metrics |= {"batch_size": halved.batch_size, "changed": 1 - same / len(records)}
+    metrics |= {"batch_size": halved.batch_size, "changed": 1 - same / len(task.records)}
     return {f"{REBATCHED}{key}": value for key, value in metrics.items()}
 
 
-def evaluate_gguf(
-    params: Params, name: str, task: Task, records: Sequence[Any], questions: Sequence[Conversation], *, attempt: int
-) -> Evaluation:
-    """Let llama.cpp generate the completions of an export, and score them."""
-    from stages.evaluation.llama_cpp import LlamaCpp
-
-    require_llama_cpp()
-    folder, lineage, certificate = exported_model(name)
-    settings = params.active.evaluation
-    (path,) = folder.glob("*.gguf")
-    memory = MemoryLog(())
-    generator = LlamaCpp(
-        path=path,
-        model_dir=Path("data/runs") / params.exports[name].recipe / "merged",
-        samples=task.samples,
-        answer_format=task.answer_format,
-        slots=batch_size_for(settings, len(questions), largest=MAX_BATCH_SIZE, attempt=attempt),
-        settings=settings,
+def evaluate_export(params: Params, name: str, task: Task, *, attempt: int) -> Evaluation:
+    """Generate an export's completions by what will serve it, and score them."""
+    _, lineage, certificate = exported_model(name)
+    num_questions, largest = len(task.questions), MAX_BATCH_SIZE
+    batch_size = batch_size_for(params.active.evaluation, num_questions, largest=largest, attempt=attempt)
+    generator, memory = load_exported(
+        *(params, name, task.samples, task.questions), answer_format=task.answer_format, batch_size=batch_size
     )
-    memory.loaded()
-    completions, options = generator.completions(questions), dict(task.models)
-    if hasattr(task.scoring, "candidates"):
-        candidates = task.scoring.candidates(records, answer_format=task.answer_format)
-        options["likelihoods"] = generator.likelihoods(candidates)
-    metrics, rows = task.scoring.score(records, completions, answer_format=task.answer_format, **options)
-    metrics |= {
-        "samples_per_second": round(len(records) / generator.seconds, 3),
-        "tokens_per_second": round(generator.num_tokens / generator.seconds, 1),
+    scored = task.score(generator)
+    tokens = sum(map(len, tokenizer_of(generator.processor)(scored.completions, add_special_tokens=False)["input_ids"]))
+    metrics = scored.metrics | {
+        "samples_per_second": round(len(task.records) / scored.generation_s, 3),
+        "tokens_per_second": round(tokens / scored.generation_s, 1),
+        "batch_size": batch_size,
+        "attempt": attempt,
         "engine": generator.engine,
         "size_bytes": certificate.size_bytes,
-        "same_prompts": generator.same_prompts(questions),
     }
-    guarded = guard_rows(params.guards, generator.likelihoods)
-    return Evaluation(metrics=metrics, rows=rows, lineage=lineage, memory=memory, guarded=guarded)
+    guarded = guard_rows(params.guards, generator)
+    return Evaluation(metrics=metrics, rows=scored.rows, lineage=lineage, memory=memory, guarded=guarded)
 
 
-def evaluate_file(
-    name: str, task: Task, path: Path, records: Sequence[Any], questions: Sequence[Conversation]
-) -> Evaluation:
+def evaluate_file(name: str, task: Task, path: Path) -> Evaluation:
     """Score another system's completions, from an answers file; no model is loaded."""
     memory = MemoryLog(())
     memory.loaded()
-    completions = read_completions(path, records, questions, task.samples, answer_format=task.answer_format)
-    metrics, rows = task.scoring.score(records, completions, answer_format=task.answer_format)
+    completions = read_completions(path, task.records, task.questions, task.samples, answer_format=task.answer_format)
+    metrics, rows = task.scoring.score(task.records, completions, answer_format=task.answer_format)
     lineage = Lineage(kind="answers", name=name, digest=file_digest(path), source={"file": str(path)})
     return Evaluation(metrics=metrics | {"answers": str(path)}, rows=rows, lineage=lineage, memory=memory)
 

@@ -32,7 +32,7 @@ MADE_UP = {
 }
 STAGES = PIPELINE | {
     stage.name: stage
-    for kind in ("export", "exported", "guard")  # params.yaml has no entry for them
+    for kind in ("export", "exported", "guard", "published")  # params.yaml has no entry for them
     for stage in _instances(kind, YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"][kind], MADE_UP)
 }
 TASKS = sorted(path.parent.name for path in ROOT.glob("stages/tasks/*/report.py"))

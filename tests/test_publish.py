@@ -71,7 +71,7 @@ def test_the_cards_table_and_figures_are_the_reports(workspace: Path) -> None:
 def code_of_card(question: Conversation, model_dir: Path) -> str:
     """The code of the card of the model in a folder, for this prompt."""
     found = gather(load_params(), RUN)
-    write_card(replace(found, question=question, config=read_config(model_dir), adapter=None), model_dir)
+    write_card(replace(found, question=question, config=read_config(model_dir), trained_dir=None), model_dir)
     return (model_dir / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
 
 

@@ -104,7 +104,7 @@ def compare_runs(task: str) -> Comparison:
     params = load_params()
     report = task_report(load_task(task, "report"), params, task)
     contenders = read_contenders(params, report, [Path("data")])
-    return compare(report, contenders, matters_to_exports=params.compare.matters.get(report.primary.key))
+    return compare(report, contenders, matters=params.compare.matters.get(report.primary.key))
 
 
 def table_text(comparison: Comparison) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -42,6 +42,7 @@ GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": N
 class TextGenerator:
     """A loaded model with what it takes to generate completions for a task's questions."""
 
+    engine: ClassVar[str] = "transformers"
     model: PreTrainedModel
     processor: Processor
     samples: ModuleType

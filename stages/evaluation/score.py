@@ -29,6 +29,7 @@ from stages.planning.ladder import prefill_batch_size
 
 if TYPE_CHECKING:
     from stages.evaluation.generate import TextGenerator
+    from stages.evaluation.llama_cpp import LlamaCpp
 
 EXAMPLES = 3
 """Images of each kind."""
@@ -57,7 +58,7 @@ class Scored:
 
 
 def score_completions(
-    generator: TextGenerator,
+    generator: TextGenerator | LlamaCpp,
     records: Sequence[Any],
     questions: Sequence[Conversation],
     scoring: ModuleType,
@@ -77,17 +78,21 @@ def score_completions(
     if hasattr(samples, "score_options"):
         options |= samples.score_options(records)
     if hasattr(scoring, "candidates"):  # reference answers to compute the likelihood of
+        from stages.evaluation.generate import TextGenerator
         from stages.evaluation.likelihood import answer_log_likelihoods, routing
 
-        limits: dict[str, Any] = {
-            "batch_size": prefill_batch_size(generator.batch_size),
-            "max_length": generator.settings.max_length,
-        }
         candidates = scoring.candidates(records, answer_format=answer_format)
-        options["likelihoods"] = answer_log_likelihoods(generator.model, generator.processor, candidates, **limits)
-        if hasattr(samples, "domain"):  # a mixture has an expert for each
-            answered = [samples.conversation(record, answered=True, answer_format=answer_format) for record in records]
-            options["routing"] = routing(generator.model, generator.processor, answered, **limits)
+        if not isinstance(generator, TextGenerator):
+            options["likelihoods"] = generator.likelihoods(candidates)
+        else:
+            limits: dict[str, Any] = {
+                "batch_size": prefill_batch_size(generator.batch_size),
+                "max_length": generator.settings.max_length,
+            }
+            options["likelihoods"] = answer_log_likelihoods(generator.model, generator.processor, candidates, **limits)
+            if hasattr(samples, "domain"):  # a mixture has an expert for each
+                answered = [samples.conversation(each, answered=True, answer_format=answer_format) for each in records]
+                options["routing"] = routing(generator.model, generator.processor, answered, **limits)
     metrics, rows = scoring.score(records, completions, answer_format=answer_format, **options)
     return Scored(completions=completions, metrics=metrics, rows=rows, generation_s=generation_s)
 

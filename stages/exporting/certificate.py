@@ -5,18 +5,19 @@ Imports neither torch nor gguf.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.errors import bytes_text, join_truncated, pluralize
+from stages.core.errors import UserError, bytes_text, join_truncated, pluralize
 from stages.core.lineage import Lineage
 from stages.core.records import STRICT_OR_NAN
 from stages.models.certificate import Certificate, made_model, require_certified
 
-TOLERANCE = {"f16": 0.5, "q8_0": 0.57, "q4_0": 1.01}
+TOLERANCE = {"f16": 0.5, "q8_0": 0.57, "q4_0": 1.01, "nf4": 0.52, "int8": 0.57}
 """Largest deviation of a weight, in steps of the quantization (`deviation`). Rounding to the nearest is off by half of
 one, and what scales a block is rounded too. q4_0 has 7 steps above zero and 8 below: its largest weights may be off by
 one."""
@@ -61,3 +62,9 @@ def exported_model(name: str) -> tuple[Path, Lineage, ExportCertificate]:
     folder, lineage = made_model(Path("data/exports") / name, stage)
     path = folder.with_name(f"{name}.json")
     return folder, lineage, require_certified(ExportCertificate, path, lineage, stage=stage)
+
+
+def require_llama_cpp() -> None:
+    """Raises UserError if the packages that write GGUF and run it are not installed."""
+    if find_spec("xllamacpp") is None or find_spec("gguf") is None:
+        raise UserError("llama.cpp is not installed; install it with: make setup EXTRAS=llamacpp")

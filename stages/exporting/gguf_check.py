@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 
-from stages.exporting.gguf_file import IDLE_GATE, Entry, architecture_of, head_dim
+from stages.exporting.gguf_file import IDLE_GATE, Entry, head_dim, is_interleaved
 from stages.models.folders import Checkpoint, read_config
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -42,14 +42,13 @@ def largest_deviations(model_dir: Path, path: Path, entries: Sequence[Entry]) ->
             if tensor is None or tensor.shape[::-1].tolist() != shape:
                 found[source] = np.inf
                 continue
-            is_by_heads = source.split(".")[-2] in ("q_proj", "k_proj") and architecture_of(config).interleaved
             off = []
             for rows in entry.blocks():
                 original = weights.rows(source, rows).float().numpy()
                 if is_neutral and source.endswith(IDLE_GATE):
                     original = np.ones_like(original)
                 values = _rows(path, tensor, expert * num_rows + rows.start, len(original)).reshape(original.shape)
-                if is_by_heads:
+                if is_interleaved(config, source):
                     values = values[_places(len(values), head_dim(config))]
                 off.append((np.abs(values - original) / step(original, entry.kind)).max())
             found[source] = float(np.max(off))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, cast
 
 import gguf
 import numpy as np
@@ -25,8 +25,6 @@ from stages.core.families import family_of
 from stages.exporting.gguf_tokenizer import add_tokenizer
 from stages.models.folders import Checkpoint, read_config
 
-FILE_NAME = "model.gguf"
-Quantization = Literal["f16", "q8_0", "q4_0"]
 TYPES = {"f16": GGMLQuantizationType.F16, "q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 """Types that the package quantizes to, of weights in rows of whole blocks."""
 BLOCK = 2**18
@@ -34,29 +32,23 @@ BLOCK = 2**18
 IDLE_GATE = ".mlp.shared_expert_gate.weight"
 CONVERTER = "llama.cpp's convert_hf_to_gguf.py may know it"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A family as llama.cpp has it."""
-
-    name: MODEL_ARCH
-    interleaved: bool = False
-    """Whether rotary positions turn neighbouring rows of a head, and not rows of its two halves."""
-
-
 ARCHITECTURES = {
-    "llama": Architecture(name=MODEL_ARCH.LLAMA, interleaved=True),
-    "qwen2": Architecture(name=MODEL_ARCH.QWEN2),
-    "qwen2_moe": Architecture(name=MODEL_ARCH.QWEN2MOE),
-    "qwen3": Architecture(name=MODEL_ARCH.QWEN3),
+    "llama": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
+    "qwen3": MODEL_ARCH.QWEN3,
 }
-"""Keys are the model_type of config.json."""
+"""llama.cpp's name of a family, by the model_type of config.json."""
+INTERLEAVED = {"llama"}
+"""Families in which llama.cpp's rotary positions turn neighbouring rows of a head, and not rows of its two halves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor of the file, and those of the folder that it is made of."""
+    """A tensor of the file, and those of the folder that it is made of. `GGUFWriter.write_tensor_data` takes it for an
+    array, with a block of it in memory at a time."""
 
+    weights: Checkpoint
     name: str
     sources: tuple[str, ...]
     """One, or those of all experts, in their order."""
@@ -80,24 +72,12 @@ class Entry:
         step = max(BLOCK // math.prod(width) // unit, 1) * unit
         return (slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step))
 
-
-@dataclass(frozen=True)
-class Streamed:
-    """A tensor as `GGUFWriter.write_tensor_data` takes it, with a block of it in memory at a time."""
-
-    entry: Entry
-    weights: Checkpoint
-
-    @property
-    def nbytes(self) -> int:
-        return self.entry.nbytes
-
     def tofile(self, file: BinaryIO) -> None:
-        blocks = ((source, rows) for source in self.entry.sources for rows in self.entry.blocks())
-        file.writelines(packed(self.entry, self.weights.rows(*block)).tobytes() for block in blocks)
+        blocks = ((source, rows) for source in self.sources for rows in self.blocks())
+        file.writelines(packed(self, self.weights.rows(*block)).tobytes() for block in blocks)
 
 
-def architecture_of(config: Mapping[str, Any]) -> Architecture:
+def architecture_of(config: Mapping[str, Any]) -> MODEL_ARCH:
     """Raises UserError for a model that is not known to come out the same in llama.cpp. config: of config.json."""
     model_type = config["model_type"]
     problem = ""
@@ -111,14 +91,17 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         problem = f"its rotary positions are of type {rope(config)['rope_type']}"
     elif config.get("norm_topk_prob") and config["num_experts_per_tok"] < config["num_experts"]:
         problem = "llama.cpp does not scale the weights of a token's experts to a sum of 1 (norm_topk_prob)"
-    elif config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        problem = "only some of its layers have experts"
     if problem:
         raise UserError(f"{model_type} is not exported to GGUF here: {problem}; {CONVERTER}")
     return ARCHITECTURES[model_type]
 
 
-def write_gguf(model_dir: Path, path: Path, quantization: Quantization, *, name: str) -> list[Entry]:
+def is_interleaved(config: Mapping[str, Any], source: str) -> bool:
+    """Whether the rows of this tensor of the folder stand in another order in the file."""
+    return config["model_type"] in INTERLEAVED and source.split(".")[-2] in ("q_proj", "k_proj")
+
+
+def write_gguf(model_dir: Path, path: Path, quantization: str, *, name: str) -> list[Entry]:
     """Write a model folder as one file, a block of a tensor after the other; returns the file's tensors.
 
     name: of the model, in the file. Raises UserError for a model or a tokenizer that is not known.
@@ -126,7 +109,7 @@ def write_gguf(model_dir: Path, path: Path, quantization: Quantization, *, name:
     config = read_config(model_dir)
     architecture, weights = architecture_of(config), Checkpoint(model_dir)
     entries = list(entries_of(config, weights, quantization))
-    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture.name])
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_name(name)
     add_settings(writer, config)
     writer.add_file_type(LlamaFileType[f"MOSTLY_{quantization.upper()}"])
@@ -143,15 +126,14 @@ def write_gguf(model_dir: Path, path: Path, quantization: Quantization, *, name:
     if factors is not None:
         writer.write_tensor_data(factors)
     for entry in tqdm(entries, "tensors", leave=False, disable=None):
-        writer.write_tensor_data(cast("Any", Streamed(entry, weights)))
+        writer.write_tensor_data(cast("Any", entry))
     writer.close()
     return entries
 
 
-def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: Quantization) -> Iterator[Entry]:
+def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: str) -> Iterator[Entry]:
     """The tensors of the file, in an order that depends on their names alone. Raises UserError for an unknown one."""
-    architecture = architecture_of(config)
-    names = gguf.get_tensor_name_map(architecture.name, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(architecture_of(config), config["num_hidden_layers"])
     experts = config.get("num_experts", 0)
     for source in sorted(weights.path_of):
         if source == "lm_head.weight" and config.get("tie_word_embeddings"):
@@ -165,18 +147,18 @@ def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: Qua
             raise UserError(f"{source} has no name in GGUF; {CONVERTER}")
         shape = weights.shape(source)
         sources = tuple(f"{before}.mlp.experts.{each}.{matrix}" for each in range(experts)) if is_expert else (source,)
-        is_by_heads = architecture.interleaved and source.split(".")[-2] in ("q_proj", "k_proj")
         yield Entry(
+            weights=weights,
             name=found,
             sources=sources,
             shape=(experts, *shape) if is_expert else shape,
             kind=kind_of(found, shape, quantization),
-            head_rows=head_dim(config) if is_by_heads else 0,
+            head_rows=head_dim(config) if is_interleaved(config, source) else 0,
             is_idle=source.endswith(IDLE_GATE) and config.get("neutral_shared_expert", False),
         )
 
 
-def kind_of(name: str, shape: tuple[int, ...], quantization: Quantization) -> GGMLQuantizationType:
+def kind_of(name: str, shape: tuple[int, ...], quantization: str) -> GGMLQuantizationType:
     """Vectors and routers stay in fp32, as in llama.cpp's own files. Embeddings and output matrix have at least 8 bits
     (llama.cpp gives the output matrix 6, which the package does not write). Rows of no whole blocks get f16."""
     kind = TYPES[quantization]

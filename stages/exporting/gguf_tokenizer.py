@@ -8,8 +8,7 @@ from typing import Any
 from gguf import GGUFWriter, SpecialVocab, TokenType
 
 from stages.core.errors import UserError
-from stages.core.given_files import read_plain
-from stages.core.records import parse_json
+from stages.models.folders import read_json
 
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -21,7 +20,7 @@ PRE_TOKENIZERS = {"qwen2": _PATTERN.replace("DIGITS", ""), "llama-bpe": _PATTERN
 
 def add_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> None:
     """Raises UserError for a tokenizer other than byte-level BPE with a known pre-tokenizer."""
-    tokenizer = _read(model_dir / "tokenizer.json")
+    tokenizer = read_json(model_dir / "tokenizer.json")
     model = tokenizer["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise UserError(f"{model_dir} has a tokenizer other than byte-level BPE, which is not exported to GGUF here")
@@ -53,10 +52,3 @@ def _pre_tokenizer(tokenizer: dict[str, Any], model_dir: Path) -> str:
         if kinds == ["Split", "ByteLevel"] and patterns == [pattern]:
             return name
     raise UserError(f"{model_dir} splits text before its byte-level BPE in a way that has no name here in llama.cpp")
-
-
-def _read(path: Path) -> Any:
-    try:
-        return parse_json(read_plain(path))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None

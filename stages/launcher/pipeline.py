@@ -230,8 +230,8 @@ class Request:
 
     @property
     def num_gpus(self) -> int:
-        baseline = self.params.baselines.get(self.name)
-        on_cpu = self.name in self.params.exports or (baseline and baseline.answers)
+        baseline, export = self.params.baselines.get(self.name), self.params.exports.get(self.name)
+        on_cpu = (export and export.format == "gguf") or (baseline and baseline.answers)
         return 0 if on_cpu else gpus_wanted(self.stage, self.params.active.device)
 
     @property

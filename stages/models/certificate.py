@@ -10,7 +10,7 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
@@ -53,8 +53,8 @@ class QuantizationCost:
     """Validation samples that both models completed."""
     batch_size: int
     """Generation batch size; in 16-bit arithmetic completions depend on it."""
-    same_completions: Annotated[int, Field(validation_alias=AliasChoices("same_completions", "same_answers"))]
-    """Number of samples with equal completions. Files of earlier versions have the other name."""
+    same_completions: int
+    """Number of samples with equal completions."""
     trained: dict[str, float | int | str]
     """The task's metrics of the model as it was trained, on quantized weights."""
     merged: dict[str, float | int | str]

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""
 
+GGUF_FILE = "model.gguf"
+"""A whole model for llama.cpp, as an export has it."""
+
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -65,12 +68,12 @@ def _link(path: Path, target: Path) -> None:
         shutil.copyfile(path, target)
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, *, may_be_quantized: bool = False) -> None:
     """Raises UserError unless this is a loadable model: configuration, whole safetensors, no code of its own, and no
-    adapter or quantization that transformers would apply unasked."""
+    adapter, and unless it may be, no quantization that transformers would apply unasked."""
     config = read_config(folder)
     for path in sorted(folder.glob("*.json")):
-        found = _read_json(path)
+        found = read_json(path)
         _refuse_code(path, found)
         if path.name == INDEX_FILE and not _is_index(found):
             raise UserError(f"{path} is damaged: expected a weight_map, from weights to file names")
@@ -79,7 +82,8 @@ def check_model_folder(folder: Path) -> None:
             f"{folder} holds an adapter beside the model ({ADAPTER_CONFIG}), which transformers would apply without a "
             "warning; merge it into the weights, or remove it and its weights"
         )
-    if any(key == "quantization_config" and value is not None for key, value in _settings(config)):
+    is_quantized = any(key == "quantization_config" and value is not None for key, value in _settings(config))
+    if is_quantized and not may_be_quantized:
         raise UserError(
             f"{folder} holds weights that are quantized already (quantization_config); recipes quantize a base "
             "themselves: give the unquantized weights"
@@ -105,7 +109,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     repository, transformers/integrations/hub_kernels.py), or has more than MAX_LAYERS layers.
     """
     path = folder / "config.json"
-    config = _read_json(path)
+    config = read_json(path)
     if not isinstance(config, dict):
         raise UserError(f"{path} is damaged: expected the settings of a model")
     _refuse_code(path, config)
@@ -137,7 +141,7 @@ def _settings(content: Any) -> Iterator[tuple[str, Any]]:
 
 def weight_files(folder: Path) -> set[str]:
     """Names of the files that transformers reads weights from; a damaged index names nothing."""
-    index = _read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
+    index = read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
     return set(index["weight_map"].values() if _is_index(index) else ()) or {"model.safetensors"}
 
 
@@ -161,7 +165,7 @@ class Checkpoint:
             return file.get_tensor(name)
 
     def rows(self, name: str, rows: slice) -> torch.Tensor:
-        """Rows of a tensor, mapped likewise."""
+        """Rows of a tensor, mapped in the same way."""
         with safe_open(self.path_of[name], framework="pt") as file:
             return file.get_slice(name)[rows]
 
@@ -189,7 +193,8 @@ def require_weights(folder: Path) -> None:
         )
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """A file of a model. Raises UserError if it is missing or damaged."""
     try:
         return parse_json(read_plain(path))
     except FileNotFoundError:

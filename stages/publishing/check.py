@@ -18,7 +18,7 @@ from stages.core.given_files import read_plain, require_own
 from stages.core.lineage import Lineage, file_digests, read_lineage
 from stages.core.provenance import Provenance
 from stages.core.records import Unreadable, parse, parse_json
-from stages.models.folders import MODEL_FILES, check_model_folder
+from stages.models.folders import GGUF_FILE, MODEL_FILES, check_model_folder
 from stages.publishing.signing import (
     BUILD_TYPE,
     KEY_FILE,
@@ -35,6 +35,8 @@ EVIDENCE_DIR = "evidence"
 LINEAGE, CERTIFICATE, METRICS, PLAN = (
     f"{EVIDENCE_DIR}/{name}" for name in (MODEL_LINEAGE_FILE, "merge.json", "metrics.json", "plan.yaml")
 )
+EXPORT_CERTIFICATE = f"{EVIDENCE_DIR}/export.json"
+"""Only of an export."""
 TRAINED_DIR = "trained"
 PROOF = (MODEL_CARD_FILE, LINEAGE, CERTIFICATE, METRICS, PLAN, STATEMENT_FILE, KEY_FILE, SIGNATURE_FILE)
 """The files that every published folder has beside the model's."""
@@ -69,7 +71,8 @@ def check_published(folder: Path, public_key: Path | None = None) -> Checked:
         )
     _refuse(_not_as_stated(content, paths))
     require_signature(folder, public_key or folder / KEY_FILE)
-    check_model_folder(folder)
+    if GGUF_FILE not in paths:
+        check_model_folder(folder, may_be_quantized=EXPORT_CERTIFICATE in paths)
     return Checked(
         key=fingerprint(folder / KEY_FILE),
         model=read_lineage(folder / EVIDENCE_DIR, name=MODEL_LINEAGE_FILE),
@@ -98,7 +101,7 @@ def _unknown(names: Mapping[str, Path]) -> Iterator[str]:
         top, below, _ = name.partition("/")
         loadable = any(fnmatch(name.rpartition("/")[2], pattern) for pattern in MODEL_FILES)
         of_the_model = loadable and (not below or top == TRAINED_DIR)
-        if not (name in PROOF or of_the_model or top == EXAMPLES_DIR):
+        if not (name in (*PROOF, EXPORT_CERTIFICATE, GGUF_FILE) or of_the_model or top == EXAMPLES_DIR):
             yield f"{name} is no file of a published model"
 
 

@@ -10,17 +10,9 @@ from pathlib import Path
 
 from stages.core.atomic import atomic_folder, atomic_write
 from stages.core.errors import bytes_text, pluralize
-from stages.core.lineage import LINEAGE_FILE, Lineage, digested_files, file_digests
+from stages.core.lineage import Lineage, digested_files, file_digests
 from stages.core.provenance import Provenance, read_provenance
-from stages.publishing.check import (
-    CERTIFICATE,
-    LINEAGE,
-    METRICS,
-    MODEL_CARD_FILE,
-    PLAN,
-    TRAINED_DIR,
-    check_published,
-)
+from stages.publishing.check import METRICS, MODEL_CARD_FILE, TRAINED_DIR, check_published
 from stages.publishing.model_card import Publication, write_card
 from stages.publishing.signing import STATEMENT_FILE, sign, signing_key, statement
 from stages.reporting.runs import EXAMPLES_DIR
@@ -28,18 +20,16 @@ from stages.reporting.runs import EXAMPLES_DIR
 log = logging.getLogger("stages")
 
 
-def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *, key_dir: Path) -> None:
+def write_folder(publication: Publication, published_dir: Path, *, key_dir: Path) -> None:
     """Copy a run's model and evidence, and write its card, statement and signature.
 
     Raises UserError if the folder would not pass its own check.
     """
-    merged_dir = run_dir / "merged"
     copies = {
-        **{path: path.name for path in digested_files(merged_dir)},
-        **(_below(run_dir / TRAINED_DIR, TRAINED_DIR) if publication.adapter else {}),
-        **_below(run_dir / EXAMPLES_DIR, EXAMPLES_DIR),
-        **{run_dir / Path(name).name: name for name in (CERTIFICATE, PLAN, METRICS)},
-        merged_dir / LINEAGE_FILE: LINEAGE,
+        **{path: path.name for path in digested_files(publication.model_dir)},
+        **(_below(publication.trained_dir, TRAINED_DIR) if publication.trained_dir else {}),
+        **_below(publication.evidence[METRICS].with_name(EXAMPLES_DIR), EXAMPLES_DIR),
+        **{path: name for name, path in publication.evidence.items()},
     }
     with atomic_folder(published_dir) as folder:
         for source, name in copies.items():
@@ -65,7 +55,7 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
 
 def records_of(model: Lineage, evaluation: str, records_dir: Path) -> tuple[Provenance, ...]:
     """The records of all stages that trained and merged what the model comes from, and of its evaluation."""
-    makers = {"trained": "train", "merged": "merge"}
+    makers = {"trained": "train", "merged": "merge", "exported": "export"}
     made = [f"{makers[each.kind]}@{each.name}" for each in model.tree() if each.kind in makers]
     records = [read_provenance(records_dir / f"{stage}.json") for stage in dict.fromkeys((*made, evaluation))]
     return tuple(sorted(records, key=lambda record: record.ended))

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from stages.core.families import family_of
 from stages.core.lineage import Lineage, lineage_lines, short
-from stages.core.params.schema import Params
+from stages.core.params.schema import ExportParams, Params
 from stages.core.provenance import Provenance
 from stages.data.conversation import Conversation
 from stages.data.splits import read_origin
@@ -69,7 +69,14 @@ class Publication:
     comparison: Comparison
     contender: Contender
     """The run among those that it is compared with."""
+    trained: Run
+    """The run of the recipe that trained it: itself, or of an export its recipe's."""
+    export: ExportParams | None
+    """None for a merged model."""
     model: Lineage
+    model_dir: Path
+    evidence: Mapping[str, Path]
+    """The files of its proof, by their names in the published folder."""
     ingredients: tuple[Ingredient, ...]
     """Bases and data of the model and of all that it was made from."""
     evaluated_on: tuple[Ingredient, ...]
@@ -77,8 +84,8 @@ class Publication:
     """config.json of the model."""
     question: Conversation
     """The first validation sample with an image, or else the first, as a prompt."""
-    adapter: str | None
-    """Folder of the adapter below the published one; None for a model that was trained in full."""
+    trained_dir: Path | None
+    """The folder of the trained weights, with an adapter; None without one, and for an export."""
     records: tuple[Provenance, ...]
     """Records of the stages that made it, in the order in which they ended."""
 
@@ -90,8 +97,8 @@ class Publication:
     @property
     def max_new_tokens(self) -> int:
         """Length limit of the completions that were scored."""
-        assert self.run.plan is not None
-        settings = self.record("evaluate").params[f"profiles.{self.run.plan.profile}.evaluation"]
+        assert self.trained.plan is not None
+        settings = self.record(self.contender.stage).params[f"profiles.{self.trained.plan.profile}.evaluation"]
         return int(settings["max_new_tokens"])
 
     @property
@@ -101,24 +108,25 @@ class Publication:
         return next(iter(licences)) if len(licences) == 1 else None
 
     def record(self, stage: str) -> Provenance:
-        """The run's own record of a stage, e.g. train."""
-        return next(record for record in self.records if record.stage == f"{stage}@{self.run.name}")
+        """The record of a stage, e.g. train@r4-joint."""
+        return next(record for record in self.records if record.stage == stage)
 
 
 def write_card(publication: Publication, folder: Path) -> None:
     """Write README.md, which shows the examples that the folder has."""
-    comparison, run = publication.comparison, publication.run
+    comparison, run, trained = publication.comparison, publication.run, publication.trained
     examples = {
         kind: [path.name for path in paths if (folder / EXAMPLES_DIR / path.name).is_file()]
         for kind, paths in run.examples.items()
         if kind in EXAMPLE_KINDS
     }
-    assert run.plan is not None
+    assert trained.plan is not None
     card = ModelCard.from_template(
         _metadata(publication),
         template_path=str(TEMPLATE),
         publication=publication,
         run=run,
+        plan=trained.plan,
         report=comparison.report,
         words=escape_markdown,
         markdown=markdown,
@@ -126,18 +134,19 @@ def write_card(publication: Publication, folder: Path) -> None:
         insights=[each for each in comparison.insights if run.name in (each.ours, each.theirs)],
         design=[*design_words(comparison), *origin_warnings(comparison.all_runs)],
         examples={kind: names for kind, names in examples.items() if names},
-        settings=_table(("Setting", "Value"), plan_settings(run.plan).items()),
-        trained=trainable_table([run]),
+        settings=_table(("Setting", "Value"), plan_settings(trained.plan).items()),
+        trained=trainable_table([trained]),
         ingredients=_table(
             ("Kind", "Name", "From", "Licence"),
             [(each.kind, each.name, each.words, each.licence or "not known") for each in publication.ingredients],
         ),
         lineage="\n".join(lineage_lines(publication.model)),
-        cost=cost_table([run]),
-        memory=memory_table([run]),
-        quantization=quantization_table([run], comparison.report.primary),
+        cost=cost_table([trained]),
+        memory=memory_table([trained, *([run] if publication.export else [])]),
+        quantization=quantization_table([trained], comparison.report.primary),
         messages=json.dumps(_template_messages(publication.question), ensure_ascii=False, indent=4),
         max_new_tokens=publication.max_new_tokens,
+        adapter="trained/adapter" if publication.trained_dir else None,
         full_weights=next((path.relative_to(folder).as_posix() for path in folder.glob("trained/*.safetensors")), None),
         names=json.dumps([f"image-{number}.jpg" for number, _ in enumerate(publication.question.images, start=1)]),
         model_class=(publication.config.get("architectures") or ["AutoModel"])[0],
@@ -198,14 +207,14 @@ def _metadata(publication: Publication) -> ModelCardData:
     data, tag = publication.evaluated_on, pipeline_tag(publication.config)
     on_data = [metric for metric in report.metrics if not metric.guard]
     figures = [(metric, publication.contender.metric(metric.key)) for metric in on_data]
-    assert run.plan is not None
+    assert publication.trained.plan is not None
     # A single dataset of the hub has its place there, all others the name here.
     known = data[0] if len(data) == 1 and data[0].repository else None
     return ModelCardData(
         license=publication.licence,
         base_model=hub["base"] or None,
         datasets=hub["data"] or None,
-        library_name="transformers",
+        library_name="gguf" if publication.export and publication.export.format == "gguf" else "transformers",
         pipeline_tag=tag,
         tags=["bakeoff", report.task],
         model_name=run.name,
@@ -214,7 +223,7 @@ def _metadata(publication: Publication) -> ModelCardData:
                 task_type=tag,
                 task_name=report.title,
                 dataset_type=str(known.repository) if known else data[0].place,
-                dataset_name=Path(run.plan.data_dir).name,
+                dataset_name=Path(publication.trained.plan.data_dir).name,
                 dataset_revision=known.revision if known else None,
                 dataset_split=str(run.metrics.get("split", "val")),
                 metric_type=metric.key,

@@ -256,16 +256,13 @@ def compare(
     contenders: Sequence[Contender],
     *,
     matters: float | None = None,
-    matters_to_exports: float | None = None,
 ) -> Comparison:
     """Rank, and decide every question that the runs can decide. All of them are one family (`as_family`).
 
     contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`). If one of
         them has several runs, recipes are compared, and those with a single training take no part.
-    matters: the smallest difference that matters, in the unit of the primary metric; None if no recipe is called as
-        good as another.
-    matters_to_exports: the same, for the question whether an export is as good as its model, which is asked of models
-        too.
+    matters: the smallest difference that matters, in the unit of the primary metric, to recipes and to exports; None if
+        none is called as good as another. Two models of one training each are not, unless one is an export.
     Raises UserError if none can take part.
     """
     over_seeds = any(len(contender.runs) > 1 for contender in contenders)
@@ -278,7 +275,7 @@ def compare(
     leaders = tuple(each.name for each in compared if isclose(each.score.mean, best.score.mean, rel_tol=1e-9))
     by_name = {contender.name: contender for contender in contenders}
     insights = [
-        _insight(report, question, by_name, matters_to_exports if by_name[question.ours].export_of else matters)
+        _insight(report, question, by_name, matters if over_seeds or by_name[question.ours].export_of else None)
         for question in _questions(report, by_name)
     ]
     of_best = [_insight(report, Question(_BEST, best.name, rival.name), by_name, None) for rival in rivals]

@@ -452,13 +452,14 @@ def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
 
 def _exports(comparison: Comparison) -> Iterator[tuple[Contender, list[tuple[str, str, str]]]]:
     """The exports that were scored, each with (sample, completion of its model, its own), if its model was scored."""
-    by_name = {contender.name: contender for contender in comparison.evaluated}
-    for contender in by_name.values():
+    runs = {contender.name: contender.run for contender in comparison.evaluated}
+    for contender in comparison.evaluated:
         if contender.export_of and contender.run:
-            model = by_name.get(contender.export_of)
-            theirs = model.run.completions if model and model.run else ()
-            run = contender.run
-            yield contender, list(zip(run.sample_ids, theirs, run.completions, strict=False))
+            model, own = runs.get(contender.export_of), contender.run
+            yield (
+                contender,
+                list(zip(own.sample_ids, model.completions if model else (), own.completions, strict=False)),
+            )
 
 
 def exports_table(comparison: Comparison) -> Table:
@@ -470,38 +471,26 @@ def exports_table(comparison: Comparison) -> Table:
         Column("size", "Size", "bytes"),
         Column("tokens", "Tokens/s", ",.1f"),
         Column("same", "Same completions", ","),
-        Column("prompts", "Same prompts", ","),
         Column("samples", "Samples", ","),
         Column("verdict", "Against its model"),
     )
     rows = []
-    for contender, pairs in _exports(comparison):
+    for export, pairs in _exports(comparison):
         same = sum(ours == theirs for _, theirs, ours in pairs) if pairs else None
-        size, speed, prompts = map(contender.metric, ("size_bytes", "tokens_per_second", "same_prompts"))
-        verdict = verdicts.get(contender.name)
-        rows.append(
-            (contender.name, contender.export_of, size, speed, same, prompts, len(contender.runs[0].samples), verdict)
-        )
-    lead = (
-        "Each export was scored by what serves it. A prompt is the same if its own chat template and tokenizer make "
-        "the tokens that its model was scored with."
-    )
-    return Table.of(columns, rows, title="Exports", lead=lead)
+        figures = map(export.metric, ("size_bytes", "tokens_per_second"))
+        rows.append((export.name, export.export_of, *figures, same, len(pairs) or None, verdicts.get(export.name)))
+    return Table.of(columns, rows, title="Exports", lead="Each export was scored by what serves it.")
 
 
 def changed_table(comparison: Comparison) -> Table:
     """The first samples of each export with another completion than its model's."""
-    columns = (
-        Column("model", "Export"),
-        Column("sample", "Sample"),
-        Column("theirs", "Completion of its model"),
-        Column("ours", "Of the export"),
-    )
+    headings = ("Export", "Sample", "Completion of its model", "Of the export")
     rows = [
-        (contender.name, sample, shown(theirs), shown(ours))
-        for contender, pairs in _exports(comparison)
+        (export.name, sample, shown(theirs), shown(ours))
+        for export, pairs in _exports(comparison)
         for sample, theirs, ours in [pair for pair in pairs if pair[1] != pair[2]][:MOST_CHANGED]
     ]
+    columns = [Column(heading, heading) for heading in headings]
     lead = f"At most {MOST_CHANGED} of each export."
     return Table.of(columns, rows, title="Completions that an export changed", lead=lead)
 

@@ -25,7 +25,7 @@ from stages.models.adapters import (
     trained_modules,
     trained_tensors,
 )
-from stages.models.certificate import TOLERANCE, MergeCertificate, QuantizationCost, require_certified
+from stages.models.certificate import TOLERANCE, MergeCertificate, require_certified
 from stages.models.load import DTYPES, load_model
 from stages.models.merge import (
     changed_modules,
@@ -199,17 +199,6 @@ def test_only_the_certificate_of_this_content_is_accepted(tmp_path: Path) -> Non
         certificate.write(path)
         with pytest.raises(UserError, match=reason):
             require_certified(MergeCertificate, path, merged, stage="merge@r1")
-
-
-def test_a_certificate_with_the_earlier_name_of_a_count_is_read(tmp_path: Path) -> None:
-    figures = {"mean_iou": 0.5}
-    cost = QuantizationCost(
-        logit_deviation=0.1, samples=5, batch_size=2, same_completions=3, trained=dict(figures), merged=dict(figures)
-    )
-    written, path = replace(CERTIFICATE, quantization_cost=cost), tmp_path / "merge.json"
-    written.write(path)
-    path.write_text(path.read_text().replace('"same_completions"', '"same_answers"'))
-    assert MergeCertificate.read(path, fix="") == written
 
 
 def test_the_deviation_is_a_share_of_the_training_and_does_not_depend_on_threads(

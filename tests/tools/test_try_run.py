@@ -83,7 +83,7 @@ def workspace(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pipeline
 def test_a_photograph_is_completed_as_by_evaluate(page: Any, workspace: Path, tmp_path: Path) -> None:
-    form, models = form_of(DETECTION), command.load_models(load_params(), DETECTION, with_base=True)
+    form, models = form_of(DETECTION), command.load_models(load_params(), DETECTION, alone=False)
     assert [model.name.split()[0] for model in models] == ["bases/vlm", DETECTION]
     boxes = 0
     for index, record in enumerate(read_split(Path("data/prepared/nutrition-tables"), "val")[:3]):
@@ -103,7 +103,7 @@ def test_a_photograph_is_completed_as_by_evaluate(page: Any, workspace: Path, tm
 
 @pipeline
 def test_a_sentence_is_completed_as_by_predict(page: Any, workspace: Path) -> None:
-    form, (model,) = form_of(AMR), command.load_models(load_params(), AMR, with_base=False)
+    form, (model,) = form_of(AMR), command.load_models(load_params(), AMR, alone=True)
     predicted = Path("data/predictions/unknown.txt").read_text(encoding="utf-8").split("\n\n")
     for sentence, block in zip(SENTENCES, predicted, strict=True):
         question = form.question(f" {sentence}\n")
@@ -258,7 +258,7 @@ def test_a_sentence_in_a_browser_gets_a_drawn_graph(
 ) -> None:
     graph = f"(muốn :agent (cậu_bé #1) :polarity - :theme ({HOSTILE} :agent #1))"
     monkeypatch.setattr(page, "complete", lambda model, question: graph)
-    with served(page, form_of(AMR), command.load_models(load_params(), AMR, with_base=False)) as tab:
+    with served(page, form_of(AMR), command.load_models(load_params(), AMR, alone=True)) as tab:
         tab.get_by_label("A sentence").fill("Cậu bé không muốn mua .")
         tab.get_by_role("button", name="Ask").click()
         tab.locator("svg .nodeLabel").first.wait_for()

@@ -112,7 +112,7 @@ def compare_experiments(
         compared, left_out = comparable(task, names, Path(folder))
         contenders = read_contenders(params, report, [each.data_dir for each in compared])
         matters = matters or params.compare.matters.get(report.primary.key)
-        comparison = compare(report, contenders, matters=matters, matters_to_exports=matters)
+        comparison = compare(report, contenders, matters=matters)
         listed = ", ".join(each.name for each in compared)
         if not comparison.over_seeds:
             raise UserError(

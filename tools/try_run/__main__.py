@@ -1,4 +1,4 @@
-"""Open a page that asks a trained model and its base: about a photograph, a sentence, a question.
+"""Open a page that asks a trained model and its base, or an export and its model.
 
 Reads   the model that `evaluate` scores and its certificate, the base that it was trained from, the prepared data
 Writes  nothing; uploads are in a temporary folder until the end
@@ -17,8 +17,10 @@ import threading
 import webbrowser
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,7 +29,9 @@ from stages.core.errors import OutOfMemory, UserError, configure_logging
 from stages.core.lineage import short
 from stages.core.params import load_params
 from stages.core.tasks import load_task
+from stages.exporting.certificate import exported_model
 from stages.models.certificate import base_model, certified_model
+from stages.models.folders import read_config
 from stages.planning.memory_use import recognised_out_of_memory
 from tools.try_run.forms import FORMS, Form, answer_format_of
 
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 
 @click.command(help=__doc__)
 @click.argument("name", metavar="RUN")
-@click.option("--alone", is_flag=True, help="Without the base, which takes as much memory again.")
+@click.option("--alone", is_flag=True, help="Without the other model, which takes as much memory again.")
 @click.option("--port", type=click.IntRange(min=1, max=65535), help="Of the page.  [default: one from 7860 on]")
 def main(name: str, alone: bool, port: int | None) -> None:
     configure_logging(f"try {name}")
@@ -55,9 +59,9 @@ def main(name: str, alone: bool, port: int | None) -> None:
 
         try:
             with recognised_out_of_memory():
-                models = load_models(params, name, with_base=name in params.recipes and not alone)
+                models = load_models(params, name, alone=alone)
         except OutOfMemory as error:  # there is no launcher to start it again
-            raise UserError(f"{error.message}; without the base: make try RUN={name} ALONE=1") from error
+            raise UserError(f"{error.message}; without the other model: make try RUN={name} ALONE=1") from error
         url = serve(make_page(f"{name}, {task}", form, models), port)
         opened = webbrowser.open(url)
         click.echo(f"{'opened' if opened else 'no browser here; open this in one:'} {url} (Ctrl-C ends it)")
@@ -66,25 +70,38 @@ def main(name: str, alone: bool, port: int | None) -> None:
             threading.Event().wait()
 
 
-def load_models(params: Params, name: str, *, with_base: bool) -> list[LoadedModel]:
-    """The base of a recipe, if asked for, and the run's model, each ready to complete one question at a time.
+def load_models(params: Params, name: str, *, alone: bool) -> list[LoadedModel]:
+    """The run's model, ready to complete one question at a time; unless it is to be alone, after a recipe's base or an
+    export's merged model.
 
     Raises UserError if a model's files are not as recorded.
     """
     from stages.evaluation.generate import load_generator
+    from stages.evaluation.llama_cpp import load_exported
     from tools.try_run.page import LoadedModel
 
-    root, answer_format = params.root(name) if with_base else None, answer_format_of(params, name)
-    folders = {**({root: base_model(root)} if root else {}), name: certified_model(params, name)}
+    folders = {}
+    if name in params.recipes and not alone:
+        folders[params.root(name)] = base_model(params.root(name))
+    if name in params.exports and not alone:
+        folders[params.recipe_name(name)] = certified_model(params, params.recipe_name(name))
+    folders[name] = exported_model(name)[:2] if name in params.exports else certified_model(params, name)
     samples = load_task(params.subject(name).task, "samples")
     profile = replace(params.active, evaluation=replace(params.active.evaluation, batch_size=1))
-    return [
-        LoadedModel(
-            name=f"{model} ({short(lineage.digest)})",
-            generator=load_generator(folder, profile, samples, answer_format=answer_format, batch_size=1)[0],
+    options: dict[str, Any] = {"answer_format": answer_format_of(params, name), "batch_size": 1}
+    models = []
+    for model, (folder, lineage) in folders.items():
+        is_export = model in params.exports
+        load = partial(load_exported, params, model) if is_export else partial(load_generator, folder, profile)
+        config = read_config(Path("data/runs") / params.recipe_name(model) / "merged" if is_export else folder)
+        models.append(
+            LoadedModel(
+                name=f"{model} ({short(lineage.digest)})",
+                generator=load(samples, **options)[0],
+                context_length=config.get("text_config", config)["max_position_embeddings"],
+            )
         )
-        for model, (folder, lineage) in folders.items()
-    ]
+    return models
 
 
 if __name__ == "__main__":

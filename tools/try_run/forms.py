@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from stages.core.params.schema import Params
     from stages.evaluation.generate import TextGenerator
+    from stages.evaluation.llama_cpp import LlamaCpp
 
 
 Field = tuple[Literal["image", "line", "text"], str]
@@ -34,7 +35,9 @@ Field = tuple[Literal["image", "line", "text"], str]
 
 def answer_format_of(params: Params, name: str) -> str | None:
     """The answer format of a run: a recipe's is in its plan."""
-    return read_plan(name).recipe.answer_format if name in params.recipes else params.subject(name).answer_format
+    if name in params.baselines:
+        return params.subject(name).answer_format
+    return read_plan(params.recipe_name(name)).recipe.answer_format
 
 
 def following(question: Conversation, turns: Sequence[tuple[str, str]]) -> Conversation:
@@ -64,7 +67,7 @@ class Form:
     """The form of a completion. In a dialogue, each question follows the turns before it (`following`)."""
 
     def __init__(self, params: Params, name: str) -> None:
-        """name: of a recipe or a baseline."""
+        """name: of a recipe, a baseline or an export."""
 
     def question(self, *values: str) -> Conversation:
         """The question as `evaluate` and `predict` ask it. Raises UserError for unusable values."""
@@ -72,7 +75,9 @@ class Form:
         before = [message("system", system)] if system else []
         return Conversation(sample_id="message", messages=[*before, message("user", text)])
 
-    def shown(self, question: Conversation, completion: str, generator: TextGenerator) -> tuple[Image | None, str]:
+    def shown(
+        self, question: Conversation, completion: str, generator: TextGenerator | LlamaCpp
+    ) -> tuple[Image | None, str]:
         """An image and Markdown, in which text of a model or a person is escaped, for the page to show above the
         completion; by default nothing."""
         return None, ""
@@ -99,9 +104,13 @@ class DetectionForm(Form):
         record = replace(self.sample, **fields, boxes=(), labels=(), categories=())
         return conversation(record, answered=False)
 
-    def shown(self, question: Conversation, completion: str, generator: TextGenerator) -> tuple[Image | None, str]:
+    def shown(
+        self, question: Conversation, completion: str, generator: TextGenerator | LlamaCpp
+    ) -> tuple[Image | None, str]:
+        from stages.evaluation.generate import TextGenerator
         from stages.models.prompts import resizing
 
+        assert isinstance(generator, TextGenerator), "llama.cpp sees no images here"
         (record,) = question.images
         assert isinstance(record, DetectionRecord)
         resized = resizing(generator.processor)
@@ -134,7 +143,9 @@ class AmrForm(Form):
             raise UserError("one sentence at a time, on one line")
         return amr.conversation(sentence, answer_format=self.answer_format)
 
-    def shown(self, question: Conversation, completion: str, generator: TextGenerator) -> tuple[Image | None, str]:
+    def shown(
+        self, question: Conversation, completion: str, generator: TextGenerator | LlamaCpp
+    ) -> tuple[Image | None, str]:
         """The graph that `predict` writes: the completion's, a repaired one, or an empty one."""
         submission = amr.submission([question.sample_id], [completion], answer_format=self.answer_format)
         _, graph = submission.text.replace("\r\n", "\n").split("\n", 1)

@@ -19,6 +19,7 @@ from tools.try_run.forms import Form, following
 
 if TYPE_CHECKING:
     from stages.evaluation.generate import TextGenerator
+    from stages.evaluation.llama_cpp import LlamaCpp
 
 SUFFIXES = [f".{name.lower()}" for name in (*FORMATS, "JPG", "TIF")]
 
@@ -26,7 +27,9 @@ SUFFIXES = [f".{name.lower()}" for name in (*FORMATS, "JPG", "TIF")]
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     name: str
-    generator: TextGenerator
+    generator: TextGenerator | LlamaCpp
+    context_length: int
+    """Most tokens of a prompt and its completion that the model takes."""
 
 
 def complete(model: LoadedModel, question: Conversation) -> str:
@@ -34,7 +37,7 @@ def complete(model: LoadedModel, question: Conversation) -> str:
     from stages.models.prompts import encode
 
     generator = model.generator
-    settings, longest = generator.settings, generator.model.config.get_text_config().max_position_embeddings
+    settings, longest = generator.settings, model.context_length
     inputs = encode(generator.processor, [question], padding_side="left", max_length=settings.room)
     tokens = inputs["input_ids"].shape[1]
     if tokens + settings.max_new_tokens > longest:

@@ -79,6 +79,11 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
     for name, export in params.exports.items():
         if name in params.recipes.keys() | params.baselines.keys():
             yield f"exports.{name}", "is the name of a recipe or a baseline too"
+        if (export.quantization in ("nf4", "int8")) != (export.format == "bitsandbytes"):
+            yield (
+                f"exports.{name}.quantization",
+                f"{export.quantization}, which the format {export.format} does not have",
+            )
         yield from _of_recipe(f"exports.{name}", export, ("task", "data"), params)
     for name, profile in params.profiles.items():
         for guard in params.guards.keys() & profile.datasets.keys():

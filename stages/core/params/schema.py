@@ -448,10 +448,11 @@ class ExportParams:
     task: Name
     """The recipe's, as is `data`: dvc.yaml cannot look them up."""
     data: Name
-    format: Literal["gguf"]
-    """gguf: a file for llama.cpp and all that is made of it."""
-    quantization: Literal["f16", "q8_0", "q4_0"]
-    """f16: not quantized; q8_0 and q4_0: blocks of 32 weights in 8 and in 4 bits."""
+    format: Literal["gguf", "bitsandbytes"]
+    """gguf: a file for llama.cpp and all that is made of it. bitsandbytes: a folder for transformers."""
+    quantization: Literal["f16", "q8_0", "q4_0", "nf4", "int8"]
+    """gguf has the first three: f16 is not quantized; q8_0 and q4_0 are blocks of 32 weights in 8 and in 4 bits.
+    bitsandbytes has nf4 and int8: linear layers in 4 and in 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -628,6 +629,10 @@ class Params:
         subjects: dict[str, RecipeParams | BaselineParams] = {**self.baselines, **self.recipes}
         subjects |= {name: self.recipes[export.recipe] for name, export in self.exports.items()}
         return subjects[self._known(name, subjects, "recipe, baseline or export")]
+
+    def recipe_name(self, run: str) -> str:
+        """The recipe that trained the model of a run: of an export, or the run itself."""
+        return self.exports[run].recipe if run in self.exports else run
 
     def export(self, name: str) -> ExportParams:
         return self.exports[self._known(name, self.exports, "export")]

@@ -21,11 +21,10 @@ from itertools import zip_longest
 from pathlib import Path
 from signal import SIGKILL
 from threading import Thread
-from typing import Annotated
 
 import pydantic
 import torch
-from pydantic import AliasChoices, Field, TypeAdapter
+from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from stages.core.errors import OutOfMemory, UserError, listed, pluralize
@@ -91,8 +90,8 @@ class EngineCertificate(StageFile):
     """Largest of any token."""
     mean_deviation: float
     """Mean over all tokens."""
-    same_completions: Annotated[int, Field(validation_alias=AliasChoices("same_completions", "same_answers"))]
-    """Samples that our own model completes word for word alike. Files of earlier versions have the other name."""
+    same_completions: int
+    """Samples that our own model completes word for word alike."""
 
     def __str__(self) -> str:
         return (
