@@ -193,12 +193,12 @@ def test_a_model_for_packed_rows_attends_to_padded_ones_for_a_while(tiny_vlm: Pa
     assert implementations() == before
 
 
-def adapted_model(folder: Path, quantization: str, dropout: float = 0.0) -> Any:
+def adapted_model(folder: Path, quantization: str, dropout: float = 0.0, **variant: Any) -> Any:
     """r4's parts with adapters that are not zero."""
     base = load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32", quantization=quantization)
     torch.manual_seed(1)
     targets: Any = {"llm": ("all-linear",), "vision": ("all-linear",)}
-    lora = LoraParams(rank=4, alpha=12, dropout=dropout, targets=targets)
+    lora = LoraParams(rank=4, alpha=12, dropout=dropout, targets=targets, **variant)
     model = apply_recipe(base, recipe_of(llm="lora", vision="lora", lora=lora)).train()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -242,3 +242,15 @@ def test_adapters_without_copies_drop_what_pefts_drop(tiny_vlm: Path, probes: li
     expected, found = gradients_of(one, inputs, None), gradients_of(other, inputs, None)
     assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-5)
     assert float(found["loss"]) != pytest.approx(float(gradients_of(other.eval(), inputs, None)["loss"]), rel=1e-3)
+
+
+@pytest.mark.parametrize("variant", [{"dora": True}, {"rslora": True}], ids=str)
+def test_dora_keeps_its_forward_and_rslora_its_scale(
+    variant: dict[str, Any], tiny_vlm: Path, probes: list[Conversation]
+) -> None:
+    inputs = encode(load_processor(tiny_vlm, None), probes, padding_side="right")
+    model = adapted_model(tiny_vlm, "none", **variant)
+    expected = gradients_of(model, inputs, None)["loss"]
+    assert float(expected) != pytest.approx(float(gradients_of(adapted_model(tiny_vlm, "none"), inputs, None)["loss"]))
+    kernels.fuse_adapters(model)
+    assert float(gradients_of(model, inputs, None)["loss"]) == pytest.approx(float(expected), rel=1e-5)
