@@ -165,6 +165,7 @@ def load_exported(
     """
     folder, merged_dir = Path("data/exports") / name, Path("data/runs") / params.exports[name].recipe / "merged"
     if params.exports[name].format != "gguf":
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # int8 warns at each product that it casts its input
         return load_generator(folder, params.active, samples, **options)
     require_llama_cpp()
     memory = MemoryLog(())
