@@ -136,9 +136,11 @@ def config_for(model_type: str) -> Any:
     return AutoConfig.for_model(model_type, text_config=settings, vision_config=VISION[model_type], **tokens)
 
 
-def save_tiny_family(model_type: str, folder: Path) -> Path:
-    """Write a folder with a model of some 0.2 million random weights."""
+def save_tiny_family(model_type: str, folder: Path, *, wide: bool = False) -> Path:
+    """Write a folder with a model of some 0.2 million random weights. wide: a Qwen2-VL that a CPU can have in nf4."""
     processor, config, tokenizer = processor_for(model_type), config_for(model_type), tokenizer_for(model_type)
+    if wide:
+        config.text_config.intermediate_size, config.vision_config.embed_dim = 128, 64
     torch.manual_seed(0)
     model = auto_class(config).from_config(config)
     model.generation_config = generation_config_for(model_type, tokenizer)

@@ -11,11 +11,9 @@ from transformers import BitsAndBytesConfig
 
 from stages.core.errors import UserError
 from stages.models.folders import Checkpoint, copy_model_files, read_config
-from stages.models.load import auto_class, load_config
+from stages.models.load import NF4_BLOCK, auto_class, load_config
 
 CPU = torch.device("cpu")
-NF4_BLOCK = 64
-"""Weights of one scale."""
 NF4_STATE = ".quant_state.bitsandbytes__nf4"
 NF4_PARTS = (".absmax", ".quant_map", NF4_STATE)
 """Ends of the names of what belongs to a weight in 4 bits."""

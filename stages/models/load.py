@@ -42,6 +42,8 @@ from stages.models.kernels import EXPERTS, PACKED, replace_modules
 if TYPE_CHECKING:
     from stages.planning.plan import Plan
 
+NF4_BLOCK = 64
+"""Weights with a scale of their own."""
 NO_MODEL = "{} is no model that can be loaded"
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -61,7 +63,7 @@ def load_model(
 
     precision: of the weights. padding_free: whether its inputs are several samples in a row. places: devices by module
     name in place of that device; the start of a training checks them.
-    Raises UserError if a layer would land on a CPU or a disk beside a GPU.
+    Raises UserError if a layer would land on a CPU or a disk beside a GPU, or a CPU cannot compute it in 4 bits.
     """
     check_device(device, precision)
     config = load_config(folder)
@@ -87,10 +89,16 @@ def load_model(
             f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {', '.join(missing[:3])}"
         )
     replace_modules(model, attn)
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if not hasattr(module, "support_avx512bf16_for_cpu"):  # only layers in 4 bits
+            continue
         # bitsandbytes repacks 4-bit weights for evaluation on such a CPU, and rounds otherwise from then on.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+        module.support_avx512bf16_for_cpu = False
+        if device.kind == "cpu" and module.in_features % NF4_BLOCK:
+            raise UserError(
+                f"{folder}: {name} has {module.in_features} inputs; on a CPU bitsandbytes 0.50.2 reads 4-bit weights "
+                f"wrongly unless that is a multiple of {NF4_BLOCK}; set quantization: none"
+            )
     if places is None:
         check_placement(model, device)
     return model

@@ -120,6 +120,12 @@ def test_missing_weights_are_not_initialized(tiny_vlm: Path, tmp_path: Path) -> 
         load_model(tmp_path, device=CPU, precision="fp32")
 
 
+def test_a_cpu_has_no_4_bit_weights_of_rows_that_bitsandbytes_reads_wrongly(tiny_vlm: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.visual\.blocks\.0\.attn\.qkv has 32 inputs; .* a multiple of 64"):
+        load_model(tiny_vlm, device=CPU, precision="fp32", quantization="nf4")
+    load_model(ROOT / "data/tiny/qwen2-vl", device=CPU, precision="fp32", quantization="nf4")
+
+
 def spread_plan(count: int, **settings: Any) -> Plan:
     device = DeviceParams(kind="cuda", count=count)
     return plan_of(**{**R1, "precision": "bf16", "placement": "balanced", **settings, "device": device})
