@@ -6,6 +6,7 @@ a share of every weight (placement sharded, torch's FSDP2).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ from stages.models.kernels import EXPERTS, PACKED, replace_modules
 if TYPE_CHECKING:
     from stages.planning.plan import Plan
 
+log = logging.getLogger("stages")
+
 NF4_BLOCK = 64
 """Weights with a scale of their own."""
 NO_MODEL = "{} is no model that can be loaded"
@@ -63,7 +66,7 @@ def load_model(
 
     precision: of the weights. padding_free: whether its inputs are several samples in a row. places: devices by module
     name in place of that device; the start of a training checks them.
-    Raises UserError if a layer would land on a CPU or a disk beside a GPU, or a CPU cannot compute it in 4 bits.
+    Raises UserError if a layer would land on a CPU or a disk beside a GPU.
     """
     check_device(device, precision)
     config = load_config(folder)
@@ -89,16 +92,17 @@ def load_model(
             f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {', '.join(missing[:3])}"
         )
     replace_modules(model, attn)
-    for name, module in model.named_modules():
-        if not hasattr(module, "support_avx512bf16_for_cpu"):  # only layers in 4 bits
-            continue
+    in_4_bits = {name: each for name, each in model.named_modules() if hasattr(each, "support_avx512bf16_for_cpu")}
+    for layer in in_4_bits.values():
         # bitsandbytes repacks 4-bit weights for evaluation on such a CPU, and rounds otherwise from then on.
-        module.support_avx512bf16_for_cpu = False
-        if device.kind == "cpu" and module.in_features % NF4_BLOCK:
-            raise UserError(
-                f"{folder}: {name} has {module.in_features} inputs; on a CPU bitsandbytes 0.50.2 reads 4-bit weights "
-                f"wrongly unless that is a multiple of {NF4_BLOCK}; set quantization: none"
-            )
+        layer.support_avx512bf16_for_cpu = False
+    uneven = [name for name, layer in in_4_bits.items() if layer.in_features % NF4_BLOCK]
+    if device.kind == "cpu" and uneven:
+        log.warning(
+            "%s: %d layers, %s the first, have inputs that are no multiple of %d: on a CPU bitsandbytes 0.50.2 reads "
+            "their 4-bit weights wrongly, and results say nothing; set quantization: none",
+            *(folder, len(uneven), uneven[0], NF4_BLOCK),
+        )
     if places is None:
         check_placement(model, device)
     return model

@@ -120,10 +120,13 @@ def test_missing_weights_are_not_initialized(tiny_vlm: Path, tmp_path: Path) -> 
         load_model(tmp_path, device=CPU, precision="fp32")
 
 
-def test_a_cpu_has_no_4_bit_weights_of_rows_that_bitsandbytes_reads_wrongly(tiny_vlm: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.visual\.blocks\.0\.attn\.qkv has 32 inputs; .* a multiple of 64"):
-        load_model(tiny_vlm, device=CPU, precision="fp32", quantization="nf4")
+def test_4_bit_weights_that_bitsandbytes_reads_wrongly_on_a_cpu_are_warned_of(
+    tiny_vlm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     load_model(ROOT / "data/tiny/qwen2-vl", device=CPU, precision="fp32", quantization="nf4")
+    assert "multiple of 64" not in caplog.text
+    load_model(tiny_vlm, device=CPU, precision="fp32", quantization="nf4")
+    assert "layers, model.visual.blocks.0.attn.qkv the first" in caplog.text
 
 
 def spread_plan(count: int, **settings: Any) -> Plan:

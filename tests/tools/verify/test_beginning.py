@@ -207,7 +207,7 @@ def test_the_first_step_that_the_real_trainer_computes_otherwise_is_named(
     done("prepare", "nutrition-tables")
     for stage in ("plan", "train"):  # in the launcher's environment, on which bits depend
         run(tmp_path, "docker/run", stage, "r1-llm-only")
-    edit(tmp_path / "stages/training/trainer.py", '"lr": rates[part]', '"lr": 1.0001 * rates[part]')
+    edit(tmp_path / "stages/training/trainer.py", '"lr": rate,', '"lr": 1.0001 * rate,')
     result = verify("--rerun", TRAIN, "--steps", "3")
     assert result.exit_code == 1, result.output
     assert f"{TRAIN} computes something ELSE: at step 3 the loss is" in result.output
