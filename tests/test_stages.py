@@ -316,8 +316,9 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_or_lowered(worksp
     tiny = raw["profiles"]["tiny"]
     # All but the last rung of the ladder is taken already: each takes a prediction of its own.
     tiny["memory"] |= {"precision": "bf16", "quantization": None, "attn": "auto", "gradient_checkpointing": True}
-    # With features and without padding a micro-batch is too small to matter.
+    # Small images, with features and without padding: a micro-batch would be less than the allocator takes at once.
     tiny["memory"] |= {"optimizer": "paged_adamw_8bit", "features_gb": 0, "padding_free": "off"}
+    tiny["images"] = {"min_pixels": 802816, "max_pixels": 802816}
     tiny["evaluation"]["max_new_tokens"] = ANSWER_TOKENS
 
     def set_fit(fit: str, memory_gb: float) -> None:
