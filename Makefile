@@ -58,18 +58,20 @@ image: setup-tools ## Build the image that stages run in (TARGET=cpu|cuda|vllm, 
 tasks := $(patsubst stages/tasks/%/report.py,%,$(wildcard stages/tasks/*/report.py))
 report = data/report/$(TASK)
 
+run_stages = $(python) -m tools.run compare@$(TASK) $(if $(PROFILE),--profile $(PROFILE))
+
 .PHONY: demo
-demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=, a folder of stages/tasks)
+demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=, a folder of stages/tasks; PROFILE=)
 	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
-	@$(offline) $(python) -m tools.run compare@$(TASK)
+	@$(if $(PROFILE),,$(offline)) $(run_stages)
 	@cat $(report)/table.txt
-	@cmp -s $(report)/table.txt docs/tables/$(TASK).txt && echo 'This is the published table (docs/tables), to the digit.' || \
-		echo 'This is not the published table, which a CPU of another maker may have computed (docs/verification.md): diff $(report)/table.txt docs/tables/$(TASK).txt'
+	@$(if $(PROFILE),,cmp -s $(report)/table.txt docs/tables/$(TASK).txt && echo 'This is the published table (docs/tables), to the digit.' || \
+		echo 'This is not the published table, which a CPU of another maker may have computed (docs/verification.md): diff $(report)/table.txt docs/tables/$(TASK).txt')
 
 .PHONY: run
-run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=, JOBS=4, ARGS=-f)
+run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=, PROFILE=, JOBS=4, ARGS=-f)
 	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
-	@$(python) -m tools.run compare@$(TASK) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
+	@$(run_stages) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
 	@cat $(report)/table.txt
 
 .PHONY: data

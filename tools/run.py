@@ -4,6 +4,7 @@ Reads   dvc.yaml, params.yaml and dvc.lock, as DVC does
 Writes  what `dvc repro TARGETS` writes; the output of each stage to .bakeoff/logs/STAGE.log
 Run     make run TASK=detection JOBS=4
         python -m tools.run evaluate@r1-llm-only evaluate@r4-joint --jobs 2
+        make run TASK=chat PROFILE=smollm2-135m      writes `profile: smollm2-135m` into params.yaml first
 
 Each stage is a `dvc repro --single-item`, started when the stages that it depends on are done, those first that begin
 the longest chain of stages. When one fails, those that do not depend on it are finished; it ends with the exit code of
@@ -53,7 +54,10 @@ SHOWN_LINES = 40
     "-j", "--jobs", type=click.IntRange(min=1), help="Stages at once; default: 4, on a CPU at most its cores."
 )
 @click.option("-f", "--force", is_flag=True, help="Run stages that are up to date too.")
-def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
+@click.option("--profile", help="Write it into params.yaml first, as `profile`.")
+def main(targets: tuple[str, ...], jobs: int | None, force: bool, profile: str | None) -> None:
+    if profile:
+        set_profile(Path("params.yaml"), profile)
     params = load_params(Path("params.yaml"))
     shares_cores = params.active.device.kind == "cpu" and not runs_in_slurm(os.environ, params)
     jobs = jobs or (min(4, usable_cores()) if shares_cores else 4)
@@ -72,6 +76,16 @@ def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
             gpus=num_gpus(params, jobs=jobs),
         )
         sys.exit(run.run())
+
+
+def set_profile(path: Path, profile: str) -> None:
+    """Change this one line of params.yaml; `dvc exp run -S` breaks the lines of the whole file in other places.
+
+    Raises UserError if no profile has that name.
+    """
+    load_params(path).on(profile)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(re.sub(r"^profile:.*", f"profile: {profile}", text, flags=re.MULTILINE), encoding="utf-8")
 
 
 class Step(NamedTuple):

@@ -17,6 +17,7 @@ from tests import ROOT
             ["r1-llm-only", "--profile", "tiny", "--all", "--gpu", "24 GB, L4", "--json"],
         ),
         (["run", "TASK=amr", "JOBS=3", "ARGS=-f"], ["compare@amr", "--jobs", "3", "-f"]),
+        (["demo", "TASK=chat", "PROFILE=smollm2-135m"], ["compare@chat", "--profile", "smollm2-135m"]),
         (["data", "SOURCE=/a b", "FORMAT=coco"], ["/a b", "--format", "coco"]),
         (["data", "SOURCE=/o'brien"], ["/o'brien"]),
     ],
@@ -25,7 +26,9 @@ def test_make_passes_on_what_is_asked(asked: list[str], options: list[str]) -> N
     assert shlex.split(command(*asked).partition("-m tools.")[2])[1:] == options
 
 
-def test_pictures_are_fetched_from_the_hub_where_they_are_there() -> None:
+def test_the_hub_is_reached_only_if_something_may_be_there() -> None:
+    assert "HF_HUB_OFFLINE=1" in command("demo")
+    assert "HF_HUB_OFFLINE" not in command("demo", "PROFILE=smollm2-135m"), "its base"
     assert "HF_HUB_OFFLINE=1" in command("data", "SOURCE=/a hub:b")
     assert "HF_HUB_OFFLINE" not in command("data", "SOURCE=hub:owner/name@main")
     assert "HF_HUB_OFFLINE" not in command("data", "DATASET=nutrition-tables"), "params.yaml says where that is"

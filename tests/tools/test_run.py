@@ -158,6 +158,19 @@ def test_side_by_side_leaves_what_a_serial_run_leaves_and_a_second_run_does_noth
 
 
 @without_launcher
+def test_a_profile_is_written_into_params_yaml_before_its_stages_run(workspace: Workspace) -> None:
+    params = workspace.folder / "params.yaml"
+    before = params.read_text().splitlines()
+    unknown = workspace.python("-m", "tools.run", "base", "--profile", "smollm")
+    assert (unknown.code, params.read_text().splitlines()) == (1, before), unknown.output
+    assert "profile" in unknown.output
+    assert "smollm2-135m" in unknown.output
+    assert side_by_side(workspace, "base", "--profile", "smollm2-135m").code == 0
+    changed = [lines for lines in zip(before, params.read_text().splitlines(), strict=True) if len(set(lines)) > 1]
+    assert changed == [("profile: tiny", "profile: smollm2-135m")]
+
+
+@without_launcher
 def test_only_stages_that_depend_on_a_failed_one_are_left_out(workspace: Workspace) -> None:
     order(workspace, prepare_b="fail")
     failed = side_by_side(workspace)
