@@ -90,6 +90,7 @@ def _schedule(recipe: RecipeParams, profile: ProfileParams, train_samples: int, 
     epochs = min(recipe.epochs, profile.max_epochs or recipe.epochs)
     num_steps = min(steps_per_epoch * epochs, recipe.max_steps or steps_per_epoch * epochs)
     ratio = 0.05 if recipe.warmup_ratio is None else recipe.warmup_ratio
+    warmup_steps = ceil(num_steps * ratio) if num_steps > 1 else 0  # the first step of a warm-up changes no weight
     rates = {part: recipe.part_learning_rates.get(part, recipe.learning_rate) for part in recipe.parts.trained()}
     return Schedule(
         train_samples=train_samples,
@@ -97,7 +98,7 @@ def _schedule(recipe: RecipeParams, profile: ProfileParams, train_samples: int, 
         epochs=epochs,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
-        warmup_steps=ceil(num_steps * ratio) if recipe.warmup_steps is None else recipe.warmup_steps,
+        warmup_steps=warmup_steps if recipe.warmup_steps is None else recipe.warmup_steps,
         learning_rates={part: rate * profile.learning_rate_scale for part, rate in rates.items()},
     )
 

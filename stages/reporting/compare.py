@@ -299,7 +299,9 @@ def compare(
 
 def task_report(module: ModuleType, params: Params, task: str) -> TaskReport:
     """The report of a task, from its module `report`: REPORT, or the result of `report_for` for the datasets that its
-    runs are evaluated on; and a column for each guard. Raises UserError if no recipe has the task."""
+    runs are evaluated on; with the questions of `compare.against`, and a column for each guard.
+
+    Raises UserError if no recipe has the task."""
     tasks = dict.fromkeys(recipe.task for recipe in params.recipes.values())
     if task not in tasks:
         raise UserError(f"no recipe of params.yaml has the task {task!r}; there are: {', '.join(tasks)}")
@@ -307,7 +309,13 @@ def task_report(module: ModuleType, params: Params, task: str) -> TaskReport:
     names = dict.fromkeys(subject.data for subject in subjects if subject.task == task)
     known = {name: params.active.datasets[name] for name in names if name in params.active.datasets}
     report: TaskReport = module.report_for(known) if hasattr(module, "report_for") else module.REPORT
-    return replace(report, metrics=(*report.metrics, *map(guard_metric, params.guards)))
+    asked = [
+        Question(f"{ours} against {theirs}", ours, theirs)
+        for ours, theirs in params.compare.against.items()
+        if params.recipes[ours].task == task
+    ]
+    metrics = (*report.metrics, *map(guard_metric, params.guards))
+    return replace(report, metrics=metrics, questions=(*report.questions, *asked))
 
 
 def guard_metric(guard: str) -> Metric:
@@ -531,7 +539,7 @@ def _why_left_out(contender: Contender, *, over_seeds: bool) -> str:
 
 
 def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Question]:
-    """The task's own, then every recipe against the base it comes from, on each guard too, and against each answers
+    """The report's own, then every recipe against the base it comes from, on each guard too, and against each answers
     file, and every export against its model."""
     asked = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
     against_base = [

@@ -250,6 +250,11 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
             {f"{R1}.keep": "best", "data.selection": 0.15, "scored": "selection"},
             f"{R1}.keep: chooses weights by the split selection",
         ),
+        # Questions
+        ({"compare.against": {"r1-llm": "r4-joint"}}, "compare.against.r1-llm: no recipe is called 'r1-llm'"),
+        ({"compare.against": {"r4-joint": "r1-llm"}}, "compare.against.r4-joint: no recipe is called 'r1-llm'"),
+        ({"compare.against": {"r4-joint": "r4-joint"}}, "compare.against.r4-joint: r4-joint, which is not another"),
+        ({"compare.against": {"chat-lora": "r4-joint"}}, "compare.against.chat-lora: r4-joint, which is not another"),
         # Profiles
         ({f"{TINY}.memory.attn": "flash_attention_2"}, f"{TINY}.memory.attn: flash_attention_2 needs"),
         ({f"{TINY}.memory.optimizer": "adamw_8bit"}, f"{TINY}.memory.optimizer: adamw_8bit needs device.kind: cuda"),

@@ -117,6 +117,8 @@ def test_the_warm_up_is_a_number_of_steps_or_a_share_of_them() -> None:
         return resolve_plan(with_changes(changes), "r1-llm-only", train_samples=320).schedule.warmup_steps
 
     assert [steps(), steps(warmup_ratio=0.0), steps(warmup_ratio=0.5), steps(warmup_steps=7)] == [3, 0, 30, 7]
+    # The rate of a warm-up's first step is 0: a training of that step alone would change no weight.
+    assert [steps(max_steps=2), steps(max_steps=1), steps(max_steps=1, warmup_ratio=1.0)] == [1, 0, 0]
 
 
 def test_a_schedule_that_takes_more_steps_than_there_are_is_refused() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from stages.core.params import load_params
 from stages.core.tasks import load_task
-from stages.reporting.compare import task_report
+from stages.reporting.compare import Question, task_report
 from tests import ROOT
 from tests.tasks import TASKS
 from tests.test_tasks import CASES
@@ -22,3 +22,14 @@ def test_a_report_ranks_by_what_matters_and_asks_about_runs_of_params(task: str)
     assert report.primary.key in params.compare.matters
     asked = {name for question in report.questions for name in (question.ours, question.theirs)}
     assert asked <= {*params.recipes, *params.baselines}
+
+
+def test_a_report_asks_what_params_ask_of_its_task() -> None:
+    params = load_params(ROOT / "params.yaml", changes=["compare.against.r2-vision-only=r4-joint"])
+    asked = {
+        task: task_report(module, params, task).questions[len(module.REPORT.questions) :]
+        for task in ("detection", "amr")
+        if (module := load_task(task, "report"))
+    }
+    question = Question("r2-vision-only against r4-joint", "r2-vision-only", "r4-joint")
+    assert asked == {"detection": (question,), "amr": ()}

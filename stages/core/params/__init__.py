@@ -71,6 +71,11 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
         if recipe.loss == "router-labels":
             yield from _router_labels(f"recipes.{name}", recipe, params.root(name), params)
     yield from _cycles(params)
+    for ours, theirs in params.compare.against.items():
+        if lacking := {ours, theirs} - params.recipes.keys():
+            yield f"compare.against.{ours}", _unknown("recipe is called", min(lacking), params.recipes)
+        elif ours == theirs or params.recipes[ours].task != params.recipes[theirs].task:
+            yield f"compare.against.{ours}", f"{theirs}, which is not another recipe of the same task"
     for name, build in params.builds.items():
         yield from _names(f"builds.{name}", build, params)
         yield from _build(f"builds.{name}", build, params)

@@ -489,11 +489,13 @@ class DataParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CompareParams:
-    """Comparisons over seeds, and of exports with their models."""
+    """Questions of reports, and what counts as a difference over seeds and of an export from its model."""
 
     matters: dict[Name, Rate] = Field(default_factory=dict)
     """The smallest difference that matters, in the unit of the metric that ranks a task's recipes, by its name in
     metrics.json: smaller differences are a tie ("as good"). Without an entry, none is."""
+    against: dict[Name, Name] = Field(default_factory=dict)
+    """Questions of reports beside the task's own: each recipe is compared with the one named here."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
