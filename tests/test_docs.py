@@ -1,11 +1,14 @@
 """README.md, CONTRIBUTING.md and docs/: what they link to and name exists."""
 
 import ast
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from dvc.utils.serialize import parse_yaml
+from ruamel.yaml import YAML
 
 from tests import ROOT
 
@@ -67,6 +70,16 @@ def test_every_make_target_and_module_that_is_named_exists(path: Path) -> None:
         name.replace(".", "/") for each in commands for name in re.findall(r"-m ((?:stages|tests|tools)[\w.]*)", each)
     ]
     assert [name for name in modules if not (ROOT / f"{name}.py").exists() and not (ROOT / name).is_dir()] == []
+
+
+@every_document
+def test_dvc_reads_every_setting_that_is_shown_and_what_it_writes_of_it(path: Path) -> None:
+    """`-S` rewrites params.yaml without the quotes that a colon needs between braces: `{source: "folder:..."}`."""
+    for block in re.findall(r"^```yaml\n(.*?)^```$", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        written = io.StringIO()
+        YAML().dump(YAML().load(block), written)
+        for text in (block, written.getvalue()):
+            assert parse_yaml(text, path), block
 
 
 def selectable() -> Iterator[str]:
