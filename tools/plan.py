@@ -25,6 +25,7 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, Params
+from stages.core.provenance import PROVENANCE_DIR, read_provenance
 from stages.core.tasks import load_task, reader_of
 from stages.data.splits import STATS_FILE, read_origin
 from stages.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, process_words, time_text
@@ -102,7 +103,7 @@ class Inputs:
     build: BuildParams | None
     """The mixture of models of this geometry that the recipe starts from."""
     data_dir: Path | None
-    """The prepared dataset; None if there is none, or it is another profile's."""
+    """The prepared dataset; None if there is none, or it was made with other settings."""
 
 
 def root_base(params: Params, recipe: str) -> tuple[str, BuildParams | None]:
@@ -156,22 +157,34 @@ def _is_built_from(folder: Path, source: str) -> bool:
 
 
 def available_data(params: Params, name: str) -> Path | None:
-    """The folder of a prepared dataset; None if there is none, or it was made from other sources than the profile's,
-    or repeats other samples.
+    """The folder of a prepared dataset; None if there is none, or it was made with other settings (`other_settings`).
 
     Raises UserError if its task cannot read the dataset.
     """
     dataset, folder = params.dataset(name), Path("data/prepared") / name
     reader_of(load_task(dataset.task, "sources"), dataset, params.dataset_path(name))
+    return folder if (folder / STATS_FILE).exists() and not other_settings(params, name) else None
+
+
+def other_settings(params: Params, name: str) -> list[str]:
+    """Settings of a dataset, and of those that it is a mix of, that had other values when it was prepared, by name.
+
+    Sources and mixes are compared with stats.json; all others with the record of `prepare`, if there is one.
+    """
+    dataset, folder = params.dataset(name), Path("data/prepared") / name
     if not (folder / STATS_FILE).exists():
-        return None
-    origin = read_origin(folder)
-    if {part: taken.asked for part, taken in origin.parts.items()} != (dataset.mix or {}):
-        return None
-    if origin.repeat != dataset.repeat:
-        return None
-    sources = [(taken.source, params.dataset(part).source) for part, taken in origin.parts.items()]
-    return folder if all(same_source(*each) for each in [(origin.source, dataset.source), *sources]) else None
+        return []
+    origin, record = read_origin(folder), Path(PROVENANCE_DIR) / f"prepare@{name}.json"
+    parts = {part: (taken.source, params.dataset(part).source) for part, taken in origin.parts.items()}
+    different = [] if same_source(origin.source, dataset.source) else ["source"]
+    different += [f"source of {part}" for part, sources in parts.items() if not same_source(*sources)]
+    different += ["mix"] if {part: taken.asked for part, taken in origin.parts.items()} != (dataset.mix or {}) else []
+    made = read_provenance(record).params.values() if record.is_file() else ()
+    then = {key: value for settings in made for key, value in settings.items()}
+    now = json.loads(json.dumps(asdict(dataset) | asdict(params.data)))
+    different += [key for key in now if key not in ("source", "mix") and then.get(key, now[key]) != now[key]]
+    different += [f"{setting} of {part}" for part in parts for setting in other_settings(params, part)]
+    return list(dict.fromkeys(different))
 
 
 def same_source(actual: str, wanted: str) -> bool:
@@ -230,8 +243,11 @@ class Predictions:
         batch = f"the largest samples of {inputs.data_dir}"
         if not planned.lengths:
             missing = "data" if inputs.data_dir is None else "tokenizer"
+            data = self.params.recipe(recipe).data
+            others = ", ".join(other_settings(self.params, data))
+            why = f", as data/prepared/{data} was made with another {others}" if others else ""
             pixels = f" and max_pixels {plan.images.max_pixels}" if plan.images else ""
-            batch = f"no {missing} yet: the worst within max_length {plan.recipe.max_length}{pixels}"
+            batch = f"no {missing} yet{why}: the worst within max_length {plan.recipe.max_length}{pixels}"
         device = self.params.active.device
         card = named_card(device.card) if device.card else None
         stage = "train" if batch_size == 1 and verdict == "does not fit" else "evaluate"

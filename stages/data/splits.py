@@ -49,8 +49,6 @@ class Origin:
     """With the full commit of a hub dataset."""
     parts: dict[str, Part] = field(default_factory=dict)
     """The datasets of a mix, by name."""
-    repeat: dict[str, int] = field(default_factory=dict)
-    """The dataset's setting in params.yaml."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 

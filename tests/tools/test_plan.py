@@ -16,15 +16,18 @@ from stages.core.errors import UserError
 from stages.core.lineage import write_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, ExpertParams, Params
+from stages.launcher.pipeline import declared_stages
+from stages.launcher.record import used_params
 from stages.memory import predict as predictor
 from stages.models.folders import GEOMETRIES_DIR
 from stages.planning.plan import Plan
 from stages.planning.prediction import Prediction
 from tests import ROOT
+from tests.made_up_records import PROVENANCE
 from tests.memory.test_fit import predicted as prediction_of
 from tests.stage_runs import done, read_params, refused, write_params, write_workspace
 from tools import plan as tool
-from tools.plan import available_data, available_inputs, root_base, same_source, trainable_recipes
+from tools.plan import available_data, available_inputs, other_settings, root_base, same_source, trainable_recipes
 
 GPU_PROFILE = "qwen2-vl-2b"
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
@@ -307,8 +310,44 @@ def test_data_are_taken_only_if_they_are_the_profiles(params: Params) -> None:
     ):
         write_stats("finetune-mix", {"source": "mix", "parts": parts})
         assert (available_data(params.on("tiny"), "finetune-mix") is not None) == taken
-    write_stats("finetune-mix", {"source": "mix", "parts": ours, "repeat": {"qmsum/*": 3}})
-    assert available_data(params.on("tiny"), "finetune-mix") is None
+
+
+@pytest.mark.parametrize(
+    ("recorded", "changed", "different"),
+    [
+        ("nutrition-tables", "profiles.tiny.datasets.nutrition-tables.limit={train: 8}", ["limit"]),
+        ("nutrition-tables", "profiles.tiny.datasets.nutrition-tables.splits={train: a*}", ["splits"]),
+        ("nutrition-tables", "profiles.tiny.datasets.nutrition-tables.reader={strict: true}", ["reader"]),
+        ("nutrition-tables", "data.selection=0.1", ["selection"]),
+        ("nutrition-tables", "profiles.tiny.datasets.visempar.limit={train: 8}", []),
+        ("nutrition-tables", "seed=2", []),
+        ("finetune-mix", "profiles.tiny.datasets.finetune-mix.repeat={'qmsum/*': 3}", ["repeat"]),
+        ("finetune-mix", "profiles.tiny.datasets.finetune-mix.mix={truthfulqa: 200, qmsum: 0}", ["mix"]),
+        ("qmsum", "profiles.tiny.datasets.qmsum.limit={val: 8}", ["limit of qmsum"]),
+    ],
+)
+def test_data_of_other_settings_are_not_taken(
+    params: Params, recorded: str, changed: str, different: list[str]
+) -> None:
+    name = "nutrition-tables" if recorded == "nutrition-tables" else "finetune-mix"
+    before, after = (load_params(ROOT / "params.yaml", changes=changes) for changes in ((), (changed,)))
+    sources = {each: before.dataset(each).source for each in ("nutrition-tables", "truthfulqa", "qmsum")}
+    for each, source in sources.items():
+        write_stats(each, {"source": source})
+    mix = before.dataset("finetune-mix").mix or {}
+    parts = {part: {"source": sources[part], "asked": asked} for part, asked in mix.items()}
+    write_stats("finetune-mix", {"source": "mix", "parts": parts})
+    stage = next(each for each in declared_stages(ROOT) if each.name == f"prepare@{recorded}")
+    replace(PROVENANCE, params=used_params(before, stage)).write(Path(f"data/provenance/prepare@{recorded}.json"))
+    assert other_settings(before, name) == []
+    assert other_settings(after, name) == different
+    assert (available_data(after, name) is None) == bool(different)
+
+
+def test_a_plan_says_which_settings_of_prepared_data_are_others(workspace: Path, predicted: list[Plan]) -> None:
+    write_stats("nutrition-tables", {"source": "folder:elsewhere"})
+    why = "as data/prepared/nutrition-tables was made with another source: the worst within max_length 512"
+    assert f"no data yet, {why}" in output_of("r1-llm-only")
 
 
 def write_stats(dataset: str, stats: Any) -> Path:
