@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig
 
 from stages.core.errors import UserError
 from stages.models.folders import Checkpoint, copy_model_files, read_config
-from stages.models.load import NF4_BLOCK, auto_class, load_config
+from stages.models.load import NF4_BLOCK, auto_class, load_config, nf4_config
 
 CPU = torch.device("cpu")
 NF4_STATE = ".quant_state.bitsandbytes__nf4"
@@ -31,9 +31,7 @@ def write_quantized(model_dir: Path, folder: Path, quantization: str) -> None:
             "unquantized; export it with format: gguf"
         )
     options = {
-        "nf4": BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=config.dtype or torch.float32
-        ),
+        "nf4": nf4_config(config.dtype or torch.float32, double_quantization=False),
         "int8": BitsAndBytesConfig(load_in_8bit=True),
     }
     model = auto_class(config).from_pretrained(

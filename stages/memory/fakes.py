@@ -24,7 +24,7 @@ from stages.internals.torch_internals import without_modes
 from stages.internals.transformers_internals import become_nf4
 from stages.models import kernels
 from stages.models.folders import FAKE_PROCESSOR_DIR
-from stages.models.load import nf4_config
+from stages.models.load import DTYPES, nf4_config
 from stages.models.prompts import Processor, load_processor, tokenizer_of
 
 ABSMAX_GROUP = 256
@@ -83,7 +83,7 @@ def quantize_nf4(
         if isinstance(module, nn.Linear) and module.bias is not None
     }
     with without_modes():
-        layers = become_nf4(model, nf4_config(precision))
+        layers = become_nf4(model, nf4_config(DTYPES[precision]))
     for name, layer in layers.items():
         (fill or fill_without_contents)(layer)
         if name in biases:

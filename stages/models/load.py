@@ -72,7 +72,7 @@ def load_model(
     config = load_config(folder)
     options: dict[str, Any] = {"device_map": {"": local_device(device)} if places is None else dict(places)}
     if quantization == "nf4":
-        options["quantization_config"] = nf4_config(precision)
+        options["quantization_config"] = nf4_config(DTYPES[precision])
     model, loaded = auto_class(config).from_pretrained(
         folder,
         output_loading_info=True,
@@ -125,13 +125,13 @@ def load_base(plan: Plan) -> PreTrainedModel:
     )
 
 
-def nf4_config(precision: str) -> BitsAndBytesConfig:
-    """Frozen weights in 4 bits with double quantization. precision: of the arithmetic."""
+def nf4_config(dtype: torch.dtype, *, double_quantization: bool = True) -> BitsAndBytesConfig:
+    """Weights in 4 bits. dtype: of the arithmetic. double_quantization: store their scales in 8 bits, rounded."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=DTYPES[precision],
+        bnb_4bit_use_double_quant=double_quantization,
+        bnb_4bit_compute_dtype=dtype,
     )
 
 
@@ -264,7 +264,7 @@ def balanced_gpus(plan: Plan, config: PreTrainedConfig) -> dict[str, int]:
     dtype = DTYPES[plan.memory.precision]
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype)
-    nf4 = nf4_config(plan.memory.precision) if plan.is_quantized else None
+    nf4 = nf4_config(dtype) if plan.is_quantized else None
     return balanced_device_map(model, dtype, plan.device.count, nf4)
 
 

@@ -15,7 +15,9 @@ from transformers import AutoModelForImageTextToText, modeling_utils
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
+from stages.exporting.quantized_folder import write_quantized
 from stages.internals.torch_internals import expand_segments
+from stages.models.folders import read_config
 from stages.models.kernels import PACKED
 from stages.models.load import (
     balanced_gpus,
@@ -153,10 +155,24 @@ def test_the_balanced_map_is_that_of_from_pretrained_on_empty_gpus(
     with monkeypatch.context() as patch:
         patch.setattr(their_maps, "accelerate_max_memory", lambda given: dict(given or free))
         patch.setattr(modeling_utils, "_get_device_map", decided)
-        options = {"quantization_config": nf4_config("bf16")} if quantization == "nf4" else {}
+        options = {"quantization_config": nf4_config(torch.bfloat16)} if quantization == "nf4" else {}
         with pytest.raises(Decided):
             AutoModelForImageTextToText.from_pretrained(
                 tiny_vlm, device_map="balanced", dtype=torch.bfloat16, local_files_only=True, **options
             )
     ours = balanced_gpus(spread_plan(count, quantization=quantization), load_config(tiny_vlm))
     assert [ours] == found
+
+
+def test_an_export_in_4_bits_is_as_a_training_loads_its_base_but_for_exact_scales(tmp_path: Path) -> None:
+    folder = ROOT / "data/tiny/qwen2"
+    write_quantized(folder, tmp_path, "nf4")
+    (trained, nested), (exported, exact) = (
+        (settings, settings.pop("bnb_4bit_use_double_quant"))
+        for settings in (
+            load_model(folder, device=CPU, precision="bf16", quantization="nf4").config.quantization_config.to_dict(),
+            read_config(tmp_path)["quantization_config"],
+        )
+    )
+    assert (nested, exact) == (True, False)
+    assert exported == trained
