@@ -28,6 +28,7 @@ from stages.tasks.detection.report import REPORT
 from tests import ROOT
 from tests.damage import flip
 from tests.made_up_publication import RUN, made_up_workspace
+from tests.made_up_runs import names_of
 from tests.tiny_families import template_of
 
 OUT = Path("data/published") / RUN
@@ -61,6 +62,9 @@ def test_the_cards_table_and_figures_are_the_reports(workspace: Path) -> None:
     lines = [line for line in report.splitlines() if line.startswith("|") or RUN in line]
     assert len(lines) > 4
     assert [line for line in lines if line not in card] == []
+    others = [name for name in names_of("detection") if not (Path("data/report/detection/runs") / name).exists()]
+    assert others
+    assert [name for name in others if f"| {name} |" not in card] == [], "recipes that were not run"
     metrics = json.loads((Path("data/runs") / RUN / "metrics.json").read_text())
     results = ModelCard.load(OUT / "README.md").data.eval_results
     assert {result.metric_type: result.metric_value for result in results} == {
