@@ -238,7 +238,7 @@ def completions(folder: Path) -> tuple[list[str], list[str]]:
         inputs = encode(processor, [question], padding_side="left")
         ids = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0)[0]
         alone.append(decoded(tokenizer_of(processor), ids[inputs["input_ids"].shape[1] :].tolist(), ends))
-    return together, alone
+    return [*together], alone
 
 
 BASE_DIR = Path("data/bases/assistant")

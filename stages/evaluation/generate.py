@@ -38,6 +38,13 @@ GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": N
 """Sampling and penalties of a checkpoint's generation_config.json are ignored."""
 
 
+class Completion(str):  # noqa: SLOT000 - it has an attribute
+    """The text of a completion, special tokens kept, without the end of its turn."""
+
+    is_cut = False
+    """Whether max_new_tokens ended it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextGenerator:
     """A loaded model with what it takes to generate completions for a task's questions."""
@@ -57,12 +64,7 @@ class TextGenerator:
         """The task's samples for this model."""
         return samples_for(self.samples, self.model.config.model_type, self.processor)
 
-    @property
-    def complete(self) -> Callable[[str], bool] | None:
-        """Whether a partial completion is complete; None if only the end of the turn ends it."""
-        return completeness_test(self.samples, self.answer_format)
-
-    def completions(self, questions: Sequence[Conversation]) -> list[str]:
+    def completions(self, questions: Sequence[Conversation]) -> list[Completion]:
         """The completion of each of these conversations, which end with a question, in order."""
         return generate_completions(
             self.model,
@@ -71,7 +73,7 @@ class TextGenerator:
             batch_size=self.batch_size,
             max_new_tokens=self.settings.max_new_tokens,
             room=self.settings.room,
-            complete=self.complete,
+            complete=completeness_test(self.samples, self.answer_format),
         )
 
 
@@ -135,13 +137,12 @@ def generate_completions(
     max_new_tokens: int,
     room: int | None = None,
     complete: Callable[[str], bool] | None = None,
-) -> list[str]:
+) -> list[Completion]:
     """The completion of each of these conversations, which end with a question, in order.
 
     max_new_tokens: limit of a completion; the log says how many were cut there.
     room: limit of a question in tokens, for which its shortenable text is cut.
     complete: whether a partial completion is complete, if not only the end of the turn ends it.
-    Special tokens are kept; the end of the turn is cut off.
     """
     # A second tokenizer, as a fast one may not encode in one thread while it decodes in another.
     tokenizer = copy.deepcopy(tokenizer_of(processor))
@@ -154,20 +155,27 @@ def generate_completions(
         processor, questions, prefill_batch_size(batch_size), padding_side="left", max_length=room
     )
     started = logged = time.monotonic()
-    completions: dict[int, str] = {}
-    num_cut = 0
+    completions: dict[int, Completion] = {}
     for index, tokens in generated_tokens(
         model, batches, is_whole, batch_size=batch_size, max_new_tokens=max_new_tokens
     ):
-        completions[index] = decoded(tokenizer, tokens, ends)
-        num_cut += not is_whole(tokens)
+        completions[index] = completion_of(tokenizer, tokens, ends, complete)
         if (now := time.monotonic()) - logged > LOG_INTERVAL_S or len(completions) == len(questions):
             logged = now
             count = len(completions)
             log.info("completions %d/%d  %.1f samples/s", count, len(questions), count / (now - started))
-    if num_cut:
+    if num_cut := sum(completion.is_cut for completion in completions.values()):
         log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), max_new_tokens)
     return [completions[index] for index in range(len(questions))]
+
+
+def completion_of(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int], complete: Callable[[str], bool] | None
+) -> Completion:
+    """The completion of these tokens, the end of its turn among them unless it was cut."""
+    completion = Completion(decoded(tokenizer, ids, ends))
+    completion.is_cut = ids[-1] not in ends and not (complete and complete(completion))
+    return completion
 
 
 def generated_tokens(

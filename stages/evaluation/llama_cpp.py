@@ -24,7 +24,14 @@ from stages.core.environment import usable_cores
 from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import EvaluationParams, Params
 from stages.data.conversation import Conversation
-from stages.evaluation.generate import TextGenerator, complete_length, completeness_test, decoded, load_generator
+from stages.evaluation.generate import (
+    Completion,
+    TextGenerator,
+    complete_length,
+    completeness_test,
+    completion_of,
+    load_generator,
+)
 from stages.evaluation.likelihood import AnswerLikelihood
 from stages.exporting.certificate import require_llama_cpp
 from stages.models.folders import GGUF_FILE
@@ -68,13 +75,12 @@ class LlamaCpp:
         longest = max((len(self._ids(question)[0]) for question in questions), default=0)
         self._serve(self.batch_size, longest + self.settings.max_new_tokens)
 
-    def completions(self, questions: Sequence[Conversation]) -> list[str]:
+    def completions(self, questions: Sequence[Conversation]) -> list[Completion]:
         """The completion of each of these unanswered conversations, in order."""
-        tokenizer = tokenizer_of(self.processor)
+        tokenizer, complete = tokenizer_of(self.processor), completeness_test(self.model_samples, self.answer_format)
         ends = end_tokens(tokenizer)
-        complete = completeness_test(self.model_samples, self.answer_format)
         return [
-            decoded(tokenizer, tokens[: complete_length(tokenizer, tokens, ends, complete)], ends)
+            completion_of(tokenizer, tokens[: complete_length(tokenizer, tokens, ends, complete)], ends, complete)
             for tokens in self.tokens(questions)
         ]
 

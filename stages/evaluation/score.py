@@ -72,7 +72,7 @@ def score_completions(
     """
     started = time.monotonic()
     if completions is None:
-        completions = generator.completions(questions)
+        completions = [*generator.completions(questions)]
     generation_s = time.monotonic() - started
     samples, answer_format = generator.model_samples, generator.answer_format
     if hasattr(samples, "score_options"):

@@ -127,6 +127,7 @@ def test_a_completion_leaves_the_batch_when_it_ends(tiny_dense: Any, batch_size:
     )
     completions = generate_completions(model, tokenizer, asked, batch_size=batch_size, max_new_tokens=12)
     assert completions == [tokenizer.decode(ids) for ids in expected]
+    assert [each.is_cut for each in completions] == [len(ids) == 12 for ids in expected]
     lengths = [len(ids) for ids in expected]
     assert len(set(lengths)) > 2, "else all would end together"
     assert sum(rows for rows, _ in passes) == sum(min(length + 1, 12) for length in lengths)
@@ -149,6 +150,7 @@ def test_a_completion_ends_when_it_is_complete(tiny_vlm: Path) -> None:
         generate_completions(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=n) for n in range(1, 13)
     ]
     assert ended == [next(filter(complete, completions)) for completions in zip(*growing, strict=True)]
+    assert not any(completion.is_cut for completion in ended)
     assert len({len(completion) for completion in ended}) > 1, "else they would all end together"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ from PIL import Image
 from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.data.conversation import message
+from stages.evaluation.generate import Completion
 from stages.tasks.amr.samples.graphs import read_graph
 from stages.tasks.detection.samples import read_split
 from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, draw_boxes
@@ -257,7 +259,7 @@ def test_a_sentence_in_a_browser_gets_a_drawn_graph(
     page: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = f"(muốn :agent (cậu_bé #1) :polarity - :theme ({HOSTILE} :agent #1))"
-    monkeypatch.setattr(page, "complete", lambda model, question: graph)
+    monkeypatch.setattr(page, "complete", lambda model, question: Completion(graph))
     with served(page, form_of(AMR), command.load_models(load_params(), AMR, alone=True)) as tab:
         tab.get_by_label("A sentence").fill("Cậu bé không muốn mua .")
         tab.get_by_role("button", name="Ask").click()
@@ -274,3 +276,23 @@ def test_a_dialogue_is_shown_as_text_and_goes_on_from_it(page: Any) -> None:
     given = [{"role": each["role"], "content": [{"type": "text", "text": each["content"]}]} for each in shown]
     asked = Form(load_params(ROOT / "params.yaml"), "chat-full").question("And?", "Short.")
     assert following(asked, page.turns_of(given)).messages == [*turns, message("user", "And?")]
+
+
+@pytest.mark.parametrize(
+    ("form", "given"), [(Form, ["Why?", "", None, None]), (MoeForm, ["Why?", ""])], ids=["dialogue", "text"]
+)
+def test_a_completion_that_was_cut_is_marked(
+    page: Any, monkeypatch: pytest.MonkeyPatch, form: type[Form], given: list[Any]
+) -> None:
+    settings = SimpleNamespace(settings=SimpleNamespace(max_new_tokens=48))
+    models = [page.LoadedModel(name=name, generator=settings, context_length=64) for name in ("base", "trained")]
+    whole, cut = Completion("Because."), Completion("Because of the")
+    cut.is_cut = True
+    monkeypatch.setattr(page, "complete", lambda model, question: cut if model is models[1] else whole)
+    params = load_params(ROOT / "params.yaml")
+    (ask,) = (each.fn for each in page.make_page("page", form(params, "chat-full"), models).fns.values())
+    assert ask(*given)[-2:] == ["", "Cut at max_new_tokens, 48."]
+    refused = ask("", *given[1:])
+    assert "first" in refused[0].value
+    assert refused[-2:] == ["", ""]
+    assert len(refused) == len(ask(*given))

@@ -18,7 +18,7 @@ from stages.planning.memory_use import recognised_out_of_memory
 from tools.try_run.forms import Form, following
 
 if TYPE_CHECKING:
-    from stages.evaluation.generate import TextGenerator
+    from stages.evaluation.generate import Completion, TextGenerator
     from stages.evaluation.llama_cpp import LlamaCpp
 
 SUFFIXES = [f".{name.lower()}" for name in (*FORMATS, "JPG", "TIF")]
@@ -32,7 +32,7 @@ class LoadedModel:
     """Most tokens of a prompt and its completion that the model takes."""
 
 
-def complete(model: LoadedModel, question: Conversation) -> str:
+def complete(model: LoadedModel, question: Conversation) -> Completion:
     """Raises UserError for a question that is too long for the model."""
     from stages.models.prompts import encode
 
@@ -57,7 +57,7 @@ def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Block
                 completions = [complete(*each) for each in zip(models, questions, strict=True)]
         except (UserError, OutOfMemory) as error:
             kept = dialogues or [None] * len(outputs)
-            return [gr.Textbox(value=error.message, visible=True), *kept]
+            return [gr.Textbox(value=error.message, visible=True), *kept, *[""] * len(models)]
         results: list[Any] = [gr.Textbox(value="", visible=False)]
         for model, question, text in zip(models, questions, completions, strict=True):
             if form.output == "dialogue":
@@ -65,19 +65,20 @@ def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Block
                 continue
             image, markdown = form.shown(question, text, model.generator)
             results += [*([image] if form.output == "image" else []), markdown, text]
-        return results
+        return [*results, *(cut_words(*each) for each in zip(models, completions, strict=True))]
 
     with gr.Blocks(title=title, analytics_enabled=False) as page:
         gr.Markdown(f"# {title}")
         inputs = [input_component(*field) for field in form.fields]
         button = gr.Button("Ask", variant="primary")
         problem = gr.Textbox(label="Cannot be asked", visible=False, interactive=False)
-        outputs = []
+        outputs, notes = [], []
         with gr.Row():
             for model in models:
                 with gr.Column():
                     gr.Markdown(f"### {model.name}")
                     outputs += output_components(form)
+                    notes.append(gr.Markdown())
         triggers = [
             button.click,
             *(
@@ -87,8 +88,13 @@ def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Block
             ),
         ]
         dialogues = outputs if form.output == "dialogue" else []
-        gr.on(triggers, ask, [*inputs, *dialogues], [problem, *outputs], api_visibility="private")
+        gr.on(triggers, ask, [*inputs, *dialogues], [problem, *outputs, *notes], api_visibility="private")
     return page
+
+
+def cut_words(model: LoadedModel, completion: Completion) -> str:
+    """A note on a completion that was cut; empty for others."""
+    return f"Cut at max_new_tokens, {model.generator.settings.max_new_tokens:,}." if completion.is_cut else ""
 
 
 def input_component(kind: str, label: str) -> Any:

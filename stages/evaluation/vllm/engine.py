@@ -33,7 +33,7 @@ from stages.core.records import STRICT_OR_NAN, StageFile
 from stages.core.signals import end_with_parent
 from stages.data.conversation import Conversation
 from stages.data.images import ImageRecord
-from stages.evaluation.generate import TextGenerator, complete_length, decoded
+from stages.evaluation.generate import TextGenerator, complete_length, completeness_test, decoded
 from stages.evaluation.vllm.environment import WORKER, Installed, engine_options, installed
 from stages.models.prompts import Processor, encode, end_tokens, load_processor, rendered, shortened, tokenizer_of
 from stages.planning.memory_use import says_out_of_memory
@@ -282,7 +282,8 @@ def _run_worker(environment: Installed, folder: Path) -> tuple[int, str]:
 
 def _cut(completion: Completion, generator: TextGenerator, ends: set[int]) -> Completion:
     """The completion up to where our own model would end it."""
-    length = complete_length(tokenizer_of(generator.processor), completion.tokens, ends, generator.complete)
+    complete = completeness_test(generator.samples, generator.answer_format)
+    length = complete_length(tokenizer_of(generator.processor), completion.tokens, ends, complete)
     return replace(completion, tokens=completion.tokens[:length], log_probs=completion.log_probs[:length])
 
 
