@@ -17,10 +17,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -34,14 +32,12 @@ from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import rebuild
 from stages.core.tasks import load_task, require_answer_format
-from stages.data.conversation import Conversation
 from stages.data.groups import groups_of
 from stages.data.guards import GUARD, GUARDS_FILE, read_guard
 from stages.data.parquet import write_rows
 from stages.evaluation.generate import TextGenerator, batch_size_for, load_generator
-from stages.evaluation.likelihood import answer_log_likelihoods
 from stages.evaluation.llama_cpp import LlamaCpp, load_exported
-from stages.evaluation.score import Scored, failures, read_completions, score_completions, summary, write_examples
+from stages.evaluation.score import Task, failures, read_completions, rebatched, summary, write_examples
 from stages.evaluation.statistics import figures, perplexity
 from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
 from stages.exporting.certificate import exported_model
@@ -69,70 +65,15 @@ def main(name: str, attempt: int) -> None:
     configure_logging(f"evaluate {name}")
     params = load_params()
     task = task_of(params, name)
-    records, scoring = task.records, task.scoring
-    run_dir = Path("data/runs") / name
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if name in params.baselines and (path := params.baselines[name].answers):
-        evaluation = evaluate_file(name, task, Path(path))
-    elif name in params.exports:
-        evaluation = evaluate_export(params, name, task, attempt=attempt)
-    else:
-        evaluation = evaluate_model(params, name, task, attempt=attempt)
-
+    evaluation = evaluate(params, name, task, attempt=attempt)
     metrics = evaluation.metrics | ({} if params.scored == "val" else {"split": params.scored})
-    metrics |= {f"{FAILURE}{kind}": len(rows) for kind, rows in failures(evaluation.rows, scoring).items()}
+    metrics |= {f"{FAILURE}{kind}": len(rows) for kind, rows in failures(evaluation.rows, task.scoring).items()}
     for guard in params.guards if evaluation.guarded else ():
         values = [(row["nats"], row["tokens"]) for row in evaluation.guarded if row["guard"] == guard]
         metrics |= figures(f"{GUARD}{guard}", np.array(values), perplexity)
-    with atomic_folder(run_dir / "examples") as examples_dir:
-        write_examples(records, evaluation.rows, scoring, examples_dir)
-    rows, schema = evaluation.rows, scoring.PREDICTIONS
-    if (groups := groups_of(records)) is not None:
-        rows = [row | {GROUP_COLUMN: group} for row, group in zip(rows, groups.tolist(), strict=True)]
-        schema = schema.append(pa.field(GROUP_COLUMN, pa.int64()))
-    write_rows(rows, run_dir / "predictions.parquet", schema)
-    atomic_write(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
-    report_run_dir = report_runs_dir(Path("data"), task.name) / name
-    copy_to_report(run_dir, report_run_dir, lineage=evaluation.lineage)
-    if evaluation.guarded:
-        write_rows(evaluation.guarded, report_run_dir / GUARDS_FILE, GUARDED)
-    if evaluation.certificate:
-        evaluation.certificate.write(report_run_dir / CERTIFICATE_FILE)
-    evaluation.memory.write("evaluate", name, task=task.name)
-    log.info("%s: %s", name, summary(metrics, scoring))
-    track_evaluation(params.tracking, name, metrics, run_dir / "examples", model=evaluation.lineage)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A run's task with the samples that it is scored on."""
-
-    name: str
-    samples: ModuleType
-    scoring: ModuleType
-    answer_format: str | None
-    models: dict[str, Any]
-    """Options of `score`: models that it scores with, besides the evaluated one."""
-    records: Sequence[Any]
-    questions: Sequence[Conversation]
-
-    def score(self, generator: TextGenerator | LlamaCpp, completions: list[str] | None = None) -> Scored:
-        """Score a model's completions, or another engine's."""
-        return score_completions(
-            generator, self.records, self.questions, self.scoring, completions=completions, **self.models
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    metrics: dict[str, Any]
-    rows: list[dict[str, Any]]
-    """One row per sample, as in predictions.parquet."""
-    lineage: Lineage
-    memory: MemoryLog
-    certificate: EngineCertificate | None = None
-    guarded: Sequence[dict[str, Any]] = ()
-    """One row per row of a guard, as in guards.parquet; none for completions of a file."""
+    write(evaluation, metrics, name, task)
+    log.info("%s: %s", name, summary(metrics, task.scoring))
+    track_evaluation(params.tracking, name, metrics, Path("data/runs") / name / "examples", model=evaluation.lineage)
 
 
 def task_of(params: Params, name: str) -> Task:
@@ -154,6 +95,27 @@ def task_of(params: Params, name: str) -> Task:
         records=records,
         questions=[samples.conversation(record, answered=False, answer_format=answer_format) for record in records],
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    metrics: dict[str, Any]
+    rows: list[dict[str, Any]]
+    """One row per sample, as in predictions.parquet."""
+    lineage: Lineage
+    memory: MemoryLog
+    certificate: EngineCertificate | None = None
+    guarded: Sequence[dict[str, Any]] = ()
+    """One row per row of a guard, as in guards.parquet; none for completions of a file."""
+
+
+def evaluate(params: Params, name: str, task: Task, *, attempt: int) -> Evaluation:
+    """Score a recipe's model or a baseline, an export, or the completions of a file."""
+    Path("data/runs", name).mkdir(parents=True, exist_ok=True)
+    if name in params.baselines and (path := params.baselines[name].answers):
+        return evaluate_file(name, task, Path(path))
+    how = evaluate_export if name in params.exports else evaluate_model
+    return how(params, name, task, attempt=attempt)
 
 
 def evaluate_model(params: Params, name: str, task: Task, *, attempt: int) -> Evaluation:
@@ -194,34 +156,9 @@ def evaluate_model(params: Params, name: str, task: Task, *, attempt: int) -> Ev
         **(memory_metrics(run_dir, planned) if planned else {}),
     }
     if not (planned or by_vllm or profile.memory.precision == "fp32"):
-        metrics |= rebatched(generator, task, scored)
+        metrics |= {f"{REBATCHED}{key}": value for key, value in rebatched(generator, task, scored).items()}
     made: dict[str, Any] = {"lineage": lineage, "memory": memory, "certificate": certificate}
     return Evaluation(metrics=metrics, rows=scored.rows, guarded=guard_rows(params.guards, generator), **made)
-
-
-def guard_rows(guards: Iterable[str], generator: TextGenerator | LlamaCpp) -> list[dict[str, Any]]:
-    """Rows of GUARDED, by this model."""
-    rows = [(guard, row) for guard in guards for row in read_guard(guard)]
-    likelihoods = (
-        generator.likelihoods
-        if isinstance(generator, LlamaCpp)
-        else partial(answer_log_likelihoods, generator.model, generator.processor, batch_size=1)
-    )
-    found = likelihoods([row for _, row in rows]) if rows else []
-    return [
-        {"guard": guard, "id": row.sample_id, "nats": -each.sum_logprob, "tokens": float(each.num_tokens)}
-        for (guard, row), each in zip(rows, found, strict=True)
-    ]
-
-
-def rebatched(generator: TextGenerator, task: Task, scored: Scored) -> dict[str, Any]:
-    """The changes that half the batch brings: in 16 bits a completion depends on the others in its batch."""
-    halved = replace(generator, batch_size=min(generator.batch_size, len(task.records)) // 2 or 2)
-    again = task.score(halved)
-    same = sum(before == after for before, after in zip(scored.completions, again.completions, strict=True))
-    metrics = {key: again.metrics[key] for key in task.scoring.SUMMARY if isinstance(again.metrics.get(key), float)}
-    metrics |= {"batch_size": halved.batch_size, "changed": 1 - same / len(task.records)}
-    return {f"{REBATCHED}{key}": value for key, value in metrics.items()}
 
 
 def evaluate_export(params: Params, name: str, task: Task, *, attempt: int) -> Evaluation:
@@ -256,6 +193,16 @@ def evaluate_file(name: str, task: Task, path: Path) -> Evaluation:
     return Evaluation(metrics=metrics | {"answers": str(path)}, rows=rows, lineage=lineage, memory=memory)
 
 
+def guard_rows(guards: Iterable[str], generator: TextGenerator | LlamaCpp) -> list[dict[str, Any]]:
+    """Rows of GUARDED, by this model, which reads the guards' rows one by one."""
+    rows = [(guard, row) for guard in guards for row in read_guard(guard)]
+    found = generator.likelihoods([row for _, row in rows], 1)
+    return [
+        {"guard": guard, "id": row.sample_id, "nats": -each.sum_logprob, "tokens": float(each.num_tokens)}
+        for (guard, row), each in zip(rows, found, strict=True)
+    ]
+
+
 def memory_metrics(run_dir: Path, planned: PlannedMemory) -> dict[str, float]:
     """Training's predicted and measured memory; empty if memory ran out and training used other settings."""
     training = TrainingSummary.read(run_dir / "training/training.json", fix=rebuild(f"train@{run_dir.name}"))
@@ -263,6 +210,25 @@ def memory_metrics(run_dir: Path, planned: PlannedMemory) -> dict[str, float]:
         return {}
     on_cpu = training.memory_kind == "cpu_allocated"
     return prediction_metrics(planned.prediction, training.peak_memory_bytes, on_cpu=on_cpu)
+
+
+def write(evaluation: Evaluation, metrics: dict[str, Any], name: str, task: Task) -> None:
+    """The files of the run, and those of its report."""
+    run_dir, report_run_dir = Path("data/runs") / name, report_runs_dir(Path("data"), task.name) / name
+    with atomic_folder(run_dir / "examples") as examples_dir:
+        write_examples(task.records, evaluation.rows, task.scoring, examples_dir)
+    rows, schema = evaluation.rows, task.scoring.PREDICTIONS
+    if (groups := groups_of(task.records)) is not None:
+        rows = [row | {GROUP_COLUMN: group} for row, group in zip(rows, groups.tolist(), strict=True)]
+        schema = schema.append(pa.field(GROUP_COLUMN, pa.int64()))
+    write_rows(rows, run_dir / "predictions.parquet", schema)
+    atomic_write(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
+    copy_to_report(run_dir, report_run_dir, lineage=evaluation.lineage)
+    if evaluation.guarded:
+        write_rows(evaluation.guarded, report_run_dir / GUARDS_FILE, GUARDED)
+    if evaluation.certificate:
+        evaluation.certificate.write(report_run_dir / CERTIFICATE_FILE)
+    evaluation.memory.write("evaluate", name, task=task.name)
 
 
 if __name__ == "__main__":

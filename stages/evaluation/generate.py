@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -30,6 +30,10 @@ from stages.models.merge import load_certified
 from stages.models.prompts import NO_OPTIONS, Processor, encode, end_tokens, load_processor, samples_for, tokenizer_of
 from stages.planning.ladder import lowered_batch_size, prefill_batch_size
 from stages.planning.memory_use import MemoryLog
+
+if TYPE_CHECKING:
+    from stages.evaluation.likelihood import AnswerLikelihood
+    from stages.mixture.certificate import Routing
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +79,21 @@ class TextGenerator:
             room=self.settings.room,
             complete=completeness_test(self.samples, self.answer_format),
         )
+
+    def likelihoods(self, conversations: Sequence[Conversation], batch_size: int = 0) -> list[AnswerLikelihood]:
+        """Likelihood of the answers in each answered conversation, in order. batch_size: 0 for as many as generation
+        reads at once."""
+        from stages.evaluation.likelihood import answer_log_likelihoods
+
+        at_once, limit = batch_size or prefill_batch_size(self.batch_size), self.settings.max_length
+        return answer_log_likelihoods(self.model, self.processor, conversations, batch_size=at_once, max_length=limit)
+
+    def routing(self, conversations: Sequence[Conversation]) -> list[Routing] | None:
+        """Routing of each answered conversation, in order; None for a model without routers."""
+        from stages.evaluation.likelihood import routing
+
+        at_once, limit = prefill_batch_size(self.batch_size), self.settings.max_length
+        return routing(self.model, self.processor, conversations, batch_size=at_once, max_length=limit)
 
 
 def batch_size_for(settings: EvaluationParams, num_questions: int, *, largest: int, attempt: int) -> int:

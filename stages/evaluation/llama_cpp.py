@@ -101,16 +101,20 @@ class LlamaCpp:
             log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), limit)
         return generated
 
-    def likelihoods(self, conversations: Sequence[Conversation]) -> list[AnswerLikelihood]:
+    def likelihoods(self, conversations: Sequence[Conversation], _: int = 0) -> list[AnswerLikelihood]:
         """Likelihood of the answers in each answered conversation, in order. One token after the other, without
         batches, on what the server has read already."""
         encoded = [self._ids(conversation, mark_answers=True) for conversation in conversations]
-        self._serve(1, max(len(ids) for ids, _ in encoded) + 1)
+        if encoded:
+            self._serve(1, max(len(ids) for ids, _ in encoded) + 1)
         found = []
         for ids, in_answer in encoded:
             log_probs = [self._log_prob(ids[:place], ids[place]) for place in in_answer]
             found.append(AnswerLikelihood(sum(log_probs), len(log_probs)))
         return found
+
+    def routing(self, conversations: Sequence[Conversation]) -> None:
+        """llama.cpp does not report it."""
 
     def _ids(self, conversation: Conversation, *, mark_answers: bool = False) -> tuple[list[int], list[int]]:
         """Token ids of a conversation, and the places of those of its answers that are to be learnt."""

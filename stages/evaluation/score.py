@@ -12,7 +12,7 @@ import time
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from stages.core.given_files import require_own
 from stages.core.records import shown
 from stages.data.conversation import Conversation
 from stages.data.texts import SURROGATE, UnreadableText, json_objects, read_text
-from stages.planning.ladder import prefill_batch_size
 
 if TYPE_CHECKING:
     from stages.evaluation.generate import TextGenerator
@@ -78,23 +77,41 @@ def score_completions(
     if hasattr(samples, "score_options"):
         options |= samples.score_options(records)
     if hasattr(scoring, "candidates"):  # reference answers to compute the likelihood of
-        from stages.evaluation.generate import TextGenerator
-        from stages.evaluation.likelihood import answer_log_likelihoods, routing
-
-        candidates = scoring.candidates(records, answer_format=answer_format)
-        if not isinstance(generator, TextGenerator):
-            options["likelihoods"] = generator.likelihoods(candidates)
-        else:
-            limits: dict[str, Any] = {
-                "batch_size": prefill_batch_size(generator.batch_size),
-                "max_length": generator.settings.max_length,
-            }
-            options["likelihoods"] = answer_log_likelihoods(generator.model, generator.processor, candidates, **limits)
-            if hasattr(samples, "domain"):  # a mixture has an expert for each
-                answered = [samples.conversation(each, answered=True, answer_format=answer_format) for each in records]
-                options["routing"] = routing(generator.model, generator.processor, answered, **limits)
+        options["likelihoods"] = generator.likelihoods(scoring.candidates(records, answer_format=answer_format))
+        if hasattr(samples, "domain"):  # a mixture has an expert for each
+            answered = [samples.conversation(each, answered=True, answer_format=answer_format) for each in records]
+            options["routing"] = generator.routing(answered)
     metrics, rows = scoring.score(records, completions, answer_format=answer_format, **options)
     return Scored(completions=completions, metrics=metrics, rows=rows, generation_s=generation_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A run's task, with the samples that it is scored on."""
+
+    name: str
+    samples: ModuleType
+    scoring: ModuleType
+    answer_format: str | None
+    models: dict[str, Any]
+    """Options of `score`: models that it scores with, besides the evaluated one."""
+    records: Sequence[Any]
+    questions: Sequence[Conversation]
+
+    def score(self, generator: TextGenerator | LlamaCpp, completions: list[str] | None = None) -> Scored:
+        """Score a model's completions, or another engine's."""
+        return score_completions(
+            generator, self.records, self.questions, self.scoring, completions=completions, **self.models
+        )
+
+
+def rebatched(generator: TextGenerator, task: Task, scored: Scored) -> dict[str, Any]:
+    """The changes that half the batch brings: in 16 bits a completion depends on the others in its batch."""
+    halved = replace(generator, batch_size=min(generator.batch_size, len(task.records)) // 2 or 2)
+    again = task.score(halved)
+    same = sum(before == after for before, after in zip(scored.completions, again.completions, strict=True))
+    metrics = {key: again.metrics[key] for key in task.scoring.SUMMARY if isinstance(again.metrics.get(key), float)}
+    return metrics | {"batch_size": halved.batch_size, "changed": 1 - same / len(task.records)}
 
 
 def read_completions(

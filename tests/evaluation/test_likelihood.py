@@ -1,16 +1,21 @@
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
+from stages import evaluate
 from stages.core.errors import UserError
+from stages.core.params.schema import EvaluationParams
 from stages.data.conversation import Conversation, message
 from stages.evaluation import likelihood
-from stages.evaluation.likelihood import answer_log_likelihoods, routing
+from stages.evaluation.generate import TextGenerator
+from stages.evaluation.likelihood import AnswerLikelihood, answer_log_likelihoods, routing
 from stages.models.prompts import encode
+from stages.planning.ladder import prefill_batch_size
 
 
 def answered(question: str, answer: str, transcript: str = "") -> Conversation:
@@ -119,3 +124,36 @@ def test_routing_is_the_models_own(tiny_mixture: Any, normalized: bool) -> None:
     assert found[0].load == pytest.approx(weights.mean((0, 1)).tolist(), abs=1e-5)
     entropy = -(probabilities * probabilities.log()).sum(-1).mean() / torch.tensor(4.0).log()
     assert found[0].entropy == pytest.approx(entropy.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_a_generator_scores_its_batch_and_guards_one_by_one(
+    tiny_dense: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = tiny_dense
+    settings = EvaluationParams(max_new_tokens=1)
+    options: Any = {"samples": None, "answer_format": None, "batch_size": batch_size, "settings": settings}
+    generator = TextGenerator(model=model, processor=tokenizer, **options)
+    rows: list[int] = []
+    sums = likelihood._sums
+
+    def counted(model: Any, inputs: Any, in_answer: torch.Tensor) -> list[float]:
+        rows.append(len(in_answer))
+        return sums(model, inputs, in_answer)
+
+    monkeypatch.setattr(likelihood, "_sums", counted)
+    assert len(generator.likelihoods(ANSWERED)) == sum(rows) == len(ANSWERED)
+    assert max(rows) == prefill_batch_size(batch_size)
+    rows.clear()
+    monkeypatch.setattr(evaluate, "read_guard", lambda name: ANSWERED)
+    guarded = evaluate.guard_rows(["held"], generator)
+    assert rows == [1] * len(ANSWERED)
+    assert [row["id"] for row in guarded] == [each.sample_id for each in ANSWERED]
+    assert generator.routing(ANSWERED) is None
+
+
+def test_guards_are_measured_by_any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = SimpleNamespace(likelihoods=lambda rows, _: [AnswerLikelihood(-2.5, 3)] * len(rows))
+    monkeypatch.setattr(evaluate, "read_guard", lambda name: ANSWERED[:1])
+    assert evaluate.guard_rows(["held"], engine) == [{"guard": "held", "id": "What?", "nats": 2.5, "tokens": 3.0}]
+    assert evaluate.guard_rows([], engine) == []

@@ -104,6 +104,7 @@ def test_llama_cpp_answers_and_scores_as_transformers_does(
     for one, other in zip(ours, generator.likelihoods(answered), strict=True):
         assert one.num_tokens == other.num_tokens
         assert one.sum_logprob == pytest.approx(other.sum_logprob, rel=1e-3)
+    assert generator.likelihoods([]) == []
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
