@@ -18,11 +18,9 @@ from stages.mixture.certificate import Routing
 from stages.mixture.routing import outputs_of, routers_of, routing_by_row
 from stages.models.forward import forward_from
 from stages.models.prompts import Processor
+from stages.planning.ladder import LOGIT_ROWS
 
 log = logging.getLogger(__name__)
-
-LOGIT_ROWS = 256
-"""Tokens with logits in memory at once: 150 MiB in fp32 for a vocabulary of 152 thousand."""
 
 
 @dataclass(frozen=True)

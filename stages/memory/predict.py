@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -57,6 +57,8 @@ class MemoryPredictor:
     batch_of: BatchOf
     guard: Sequence[Conversation] = ()
     """Conversations that an evaluation reads one by one, without generating anything."""
+    likelihoods: bool = False
+    """Whether an evaluation computes likelihoods of answers, of guards or for its score."""
     made: dict[str, Prediction] = field(default_factory=dict)
     """Predictions by plan, which recipes that differ in name only may share, and GPUs that differ in memory only."""
 
@@ -78,7 +80,7 @@ class MemoryPredictor:
             batch = fake_batch(self.config, micro_batch=1, max_length=longest, max_pixels=None)
         prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
         inference = Inference(device=plan.device.one(), precision=plan.memory.precision, attn=plan.memory.attn)
-        limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
+        limits: Any = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "likelihoods": self.likelihoods}
         return predict_generation(inference, self.config, prompts, **limits)
 
     def completed(self, plan: Plan, memory: MemoryParams) -> tuple[Plan, tuple[str, ...]]:
@@ -138,15 +140,10 @@ def predict_generation(
     inference: Inference,
     config: PreTrainedConfig,
     batch: Mapping[str, torch.Tensor],
-    *,
-    batch_size: int,
-    max_new_tokens: int,
+    **limits: Any,
 ) -> Prediction:
-    """Memory of generation.
-
-    batch: the longest prompts, as many as are read at once. batch_size: completions at once.
-    """
-    recording = record_generation(inference, config, batch, batch_size=batch_size, max_new_tokens=max_new_tokens)
+    """Memory of generation. batch: the longest prompts, as many as are read at once. limits: of `record_generation`."""
+    recording = record_generation(inference, config, batch, **limits)
     phases = recording.peaks()
     phases["load"] = _loaded(phases["load"])
     return _prediction(Peaks(phases, *_replayed(recording, expandable=False)), inference)

@@ -24,6 +24,7 @@ from stages.models.kernels import fused_kernels
 from stages.models.load import DTYPES, new_model, resolve_attention, shard, to_local
 from stages.models.prompts import Processor
 from stages.planning.cards import multiprocessors
+from stages.planning.ladder import LOGIT_ROWS
 from stages.planning.plan import Plan
 from stages.planning.prediction import Phase
 from stages.training.batches import FEATURES
@@ -196,12 +197,14 @@ def record_generation(
     *,
     batch_size: int,
     max_new_tokens: int,
+    likelihoods: bool = False,
 ) -> Recording:
-    """The two fullest moments of a batch of generation, as one phase.
+    """The fullest moments of a batch of generation, as one phase.
 
     First the prefill of the last prompts, which keeps keys and values and one logit each, while all other completions
     are about to end. Then the last token of completions that all have full length: the cache holds prompts and
-    completions, and for an instant one layer's keys twice, as each token is appended (transformers' DynamicCache).
+    completions, and for an instant one layer's keys twice, as each token is appended (transformers' DynamicCache). With
+    likelihoods, last the logits of answers (evaluation/likelihood.py), beside hidden states in place of caches.
 
     batch: the longest prompts, without labels, as many as are read at once. batch_size: completions at once.
     """
@@ -233,7 +236,15 @@ def record_generation(
     vocab_size = config.get_text_config().vocab_size
     logits = batch_size * vocab_size * (itemsize + torch.float32.itemsize * (itemsize < torch.float32.itemsize))
     recording.storages += [
-        Storage(batch_size * (cached + layer_keys), "activations", born=end + 1),
-        Storage(logits, "logits", born=end + 2),
+        Storage(batch_size * (cached + layer_keys), "activations", born=end + 1, died=end + 3),
+        Storage(logits, "logits", born=end + 2, died=end + 3),
     ]
+    if likelihoods:
+        tokens, width = num_prompts * length, config.get_text_config().hidden_size
+        # In fp32, the last ones or their log-probabilities beside them; before that in the model's own precision.
+        rows = min(LOGIT_ROWS, tokens) * vocab_size * (2 * torch.float32.itemsize + itemsize % torch.float32.itemsize)
+        recording.storages += [
+            Storage(tokens * width * itemsize, "activations", born=end + 4),
+            Storage(rows, "logits", born=end + 5),
+        ]
     return recording

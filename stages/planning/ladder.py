@@ -22,6 +22,8 @@ MAX_BATCH_SIZE = 128
 """Largest generation batch if evaluation.batch_size is auto. A step of it reads more keys and values than weights, so
 a larger batch is hardly faster. Without a prediction, a baseline and a merge's few samples begin with it: the
 launcher halves it if memory runs out."""
+LOGIT_ROWS = 256
+"""Tokens of answers with logits in memory at once, to compute likelihoods: 390 MB for a vocabulary of 152 thousand."""
 
 
 def rungs(plan: Plan) -> Iterator[Plan]:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from stages.evaluation.generate import generated_tokens
+from stages.evaluation.likelihood import _sums
 from stages.internals.torch_internals import cpu_peak
 from stages.memory.step import Inference, record_generation
-from stages.models.load import auto_class
+from stages.models.load import DTYPES, auto_class
 from stages.planning.ladder import prefill_batch_size
 from tests.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
 
@@ -39,3 +40,24 @@ def test_long_questions_and_long_completions_are_predicted(
         completions = dict(generated_tokens(generating, batches, lambda _: False, **limits))
     assert [len(completions[number]) for number in range(batch_size)] == [new_tokens] * batch_size
     assert peak_bytes(recording) == pytest.approx(peak.size_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_logits_of_likelihoods_are_predicted(precision: str) -> None:
+    """A vocabulary so large that these are the fullest moment."""
+    plan = plan_of(**R1, micro_batch=2, max_length=384)
+    config = config_of("text", (4, 2))
+    config.vocab_size = 30_000
+    batch = dict(batch_of(plan, config))
+    del batch["labels"]
+    inference = Inference(device=plan.device, precision=precision, attn="sdpa")
+    limits = {"batch_size": 2, "max_new_tokens": 4}
+    without, recording = (
+        record_generation(inference, config, batch, likelihoods=asked, **limits) for asked in (False, True)
+    )
+    model = auto_class(config).from_config(config, attn_implementation="sdpa", dtype=DTYPES[precision]).eval()
+    held = (*model.parameters(), *model.buffers(), *batch.values())
+    with torch.no_grad(), cpu_peak(held) as peak:
+        _sums(model, batch, batch["attention_mask"].bool())
+    assert peak_bytes(without) < 0.8 * peak.size_bytes
+    assert peak_bytes(recording) == pytest.approx(peak.size_bytes, rel=0.02)

@@ -350,6 +350,21 @@ def test_a_plan_says_which_settings_of_prepared_data_are_others(workspace: Path,
     assert f"no data yet, {why}" in output_of("r1-llm-only")
 
 
+@pytest.mark.parametrize(("recipe", "counted"), [("r1-llm-only", False), ("chat-lora", True), ("moe-finetune", True)])
+def test_likelihoods_are_counted_for_a_task_that_scores_them(
+    workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch, recipe: str, counted: bool
+) -> None:
+    asked: list[bool] = []
+
+    def predict_generation(*_: Any, likelihoods: bool, **__: Any) -> Prediction:
+        asked.append(likelihoods)
+        return prediction_of(1)
+
+    monkeypatch.setattr(predictor, "predict_generation", predict_generation)
+    output_of(recipe)
+    assert set(asked) == {counted}
+
+
 def write_stats(dataset: str, stats: Any) -> Path:
     path = Path("data/prepared") / dataset / "stats.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -49,6 +49,9 @@ IMAGES = pa.field(IMAGE_COLUMN, pa.list_(pa.struct(list(IMAGE))))
 UNLEARNT = pa.field("unlearnt", pa.list_(pa.int64()))
 """The additional column of a split with answers that are not to be learnt."""
 
+LIKELIHOODS = True
+"""Likelihoods of answers may be scored: the metric perplexity."""
+
 
 class Message(NamedTuple):
     role: str

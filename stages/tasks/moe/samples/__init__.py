@@ -39,6 +39,8 @@ SCHEMA = pa.schema(
 )
 """Columns of a prepared split."""
 
+LIKELIHOODS = True
+"""Likelihoods of answers are scored."""
 PROMPT = "Answer the question truthfully.\n"
 TRANSCRIPT, QUERY = "Meeting transcript:\n", "\n\nAnswer the query about the meeting.\n"
 """Text before a transcript, and between it and the query."""
