@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from stages.memory.calibration import SHIPPED_PATH, Calibration, load_calibration
 from tools import calibrate
-from tools.calibrate import FLOOR, constants, recalibrated
+from tools.calibrate import LEAST_HIGH, LEAST_LOW, constants, recalibrated
 
 MIB = 2**20
 DEVICE = {"name": "NVIDIA H200", "versions": "torch 2.13.0"}
@@ -30,7 +30,7 @@ def bounds(*trainings: dict[str, Any]) -> dict[str, float]:
 
 def test_bounds_are_wider_than_the_worst_error_and_have_a_floor() -> None:
     exact = training(1000, 1100)
-    assert set(bounds(exact).values()) == {-FLOOR, FLOOR}
+    assert set(bounds(exact).values()) == {-LEAST_LOW, LEAST_HIGH}
     assert set(bounds(exact)) == {name for name in Calibration.__dataclass_fields__ if "_error_" in name}
     both = (exact, training(900, 990), training(1080, 1210))
     assert list(bounds(*both).values()) == [-0.11, 0.11]
