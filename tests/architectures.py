@@ -259,8 +259,6 @@ class Way(NamedTuple):
     """Log of the plan."""
     memory_error: float
     """Predicted memory of tensors against the measured one."""
-    resumed_alike: bool
-    """Whether a training that was stopped and resumed left the same bytes as one that ran through."""
     logit_deviation: float
     """The certificate's."""
 
@@ -285,12 +283,11 @@ def all_the_way(model_type: str, workspace: Path, *, recipe: str = RECIPES[0], p
         run_dir = Path("data/runs") / recipe
         measured = json.loads((run_dir / "training/training.json").read_text())["peak_memory_bytes"]
         predicted = json.loads((run_dir / "memory.json").read_text())["prediction"]["allocated_bytes"]
-        alike = _resumes_alike(recipe, run_dir)
         _done("merge", recipe)
         certificate = MergeCertificate.read(run_dir / "merge.json", fix="")
         assert not certificate.problems()
         _done("evaluate", recipe)
-    return Way(planned, predicted / measured - 1, alike, certificate.logit_deviation)
+    return Way(planned, predicted / measured - 1, certificate.logit_deviation)
 
 
 def _write_settings(model_type: str, *, precision: str) -> None:
@@ -318,10 +315,12 @@ def _done(stage: str, name: str) -> str:
     return result.output
 
 
-def _resumes_alike(recipe: str, run_dir: Path) -> bool:
-    """Trains again, stopped before the last step, and compares what the same command then leaves."""
-    before = [shutil.move(run_dir / name, run_dir / f"{name}-before") for name in ("trained", "training")]
-    shutil.rmtree(".bakeoff")
+def resumes_alike(workspace: Path, recipe: str = RECIPES[0]) -> bool:
+    """Whether a training that is stopped before its last step and resumed leaves the bytes of one that ran through.
+
+    workspace: one in which the recipe was trained.
+    """
+    run_dir = Path("data/runs") / recipe
     on_step_end = SaveInTime.on_step_end
 
     def stopped(saving: Any, args: Any, state: Any, control: Any, **rest: Any) -> Any:
@@ -329,15 +328,18 @@ def _resumes_alike(recipe: str, run_dir: Path) -> bool:
             saving.requested_by = signal.SIGTERM
         return on_step_end(saving, args, state, control, **rest)
 
-    with patch.object(SaveInTime, "on_step_end", stopped):
-        assert run("train", recipe).exit_code == 128 + signal.SIGTERM
-    _done("train", recipe)
-    weights = [path.relative_to(before[0]) for path in Path(before[0]).rglob("*.safetensors")]
-    assert weights
-    return all(
-        filecmp.cmp(one, other, shallow=False)
-        for one, other in (
-            *((Path(before[0], name), run_dir / "trained" / name) for name in weights),
-            (Path(before[1]) / "trace.csv", run_dir / "training/trace.csv"),
+    with chdir(workspace):
+        before = [shutil.move(run_dir / name, run_dir / f"{name}-before") for name in ("trained", "training")]
+        shutil.rmtree(".bakeoff")
+        with patch.object(SaveInTime, "on_step_end", stopped):
+            assert run("train", recipe).exit_code == 128 + signal.SIGTERM
+        _done("train", recipe)
+        weights = [path.relative_to(before[0]) for path in Path(before[0]).rglob("*.safetensors")]
+        assert weights
+        return all(
+            filecmp.cmp(one, other, shallow=False)
+            for one, other in (
+                *((Path(before[0], name), run_dir / "trained" / name) for name in weights),
+                (Path(before[1]) / "trace.csv", run_dir / "training/trace.csv"),
+            )
         )
-    )

@@ -24,7 +24,15 @@ def row_of(model_type: str, prepared: Path) -> str:
     """The row of an architecture, with the reason where a stage fails."""
     import transformers
 
-    from tests.architectures import ARCHITECTURES, BASE_DIR, all_the_way, completions, head_deviations, refusal_of
+    from tests.architectures import (
+        ARCHITECTURES,
+        BASE_DIR,
+        all_the_way,
+        completions,
+        head_deviations,
+        refusal_of,
+        resumes_alike,
+    )
 
     transformers.logging.set_verbosity_error()
     name, refused = ARCHITECTURES[model_type].name, ARCHITECTURES[model_type].refused
@@ -36,8 +44,8 @@ def row_of(model_type: str, prepared: Path) -> str:
         way = all_the_way(model_type, workspace)
         loss = max(head_deviations(workspace / BASE_DIR).values())
         together, alone = completions(workspace / BASE_DIR)
+        resumed = "same bytes" if resumes_alike(workspace) else "other bytes"
     same = "the same" if together == alone else "others"
-    resumed = "same bytes" if way.resumed_alike else "other bytes"
     cells = (f"`{model_type}`", name, f"{way.memory_error:+.4%}", f"{loss:.0e}", same, resumed)
     return f"| {' | '.join(cells)} | {way.logit_deviation:.0e} |"
 

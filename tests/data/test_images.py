@@ -13,7 +13,7 @@ from PIL import ExifTags, Image, ImageEnhance, ImageFile, ImageFilter, ImageOps
 from stages.data import given_images as images
 from stages.data.given_images import MAX_IMAGE_PIXELS, MAX_SCANS, num_scans, parse_image
 from stages.data.images import ImageRecord
-from stages.data.near import describe_image, near_duplicates
+from stages.data.near import Description, describe_image, near_duplicates
 from tests import ROOT
 from tests.data.images import bomb, patch_jpeg, png
 
@@ -157,6 +157,12 @@ def drawn(split: str, step: int) -> list[tuple[str, Image.Image]]:
     return [(row["image_id"], Image.open(io.BytesIO(row["image"]["bytes"]))) for row in rows[::step]]
 
 
+@pytest.fixture(scope="module")
+def originals() -> list[tuple[str, Image.Image, Description]]:
+    """Every third image to report on, by name, and what it resembles others by."""
+    return [(name, image, describe_image(image)) for name, image in drawn("val", 3)]
+
+
 def with_strip(image: Image.Image) -> Image.Image:
     image = image.copy()
     image.paste((20, 20, 20), (0, image.height * 93 // 100, *image.size))
@@ -193,15 +199,14 @@ def with_strip(image: Image.Image) -> Image.Image:
     ],
 )
 def test_a_changed_copy_of_an_image_resembles_its_original(
-    quality: int, change: Callable[[Image.Image], Image.Image]
+    originals: list[tuple[str, Image.Image, Description]], quality: int, change: Callable[[Image.Image], Image.Image]
 ) -> None:
-    originals = drawn("val", 3)
     copies = []
-    for name, image in originals:
+    for name, image, _ in originals:
         buffer = io.BytesIO()
         change(image).save(buffer, "JPEG", quality=quality)
         copies.append((name, describe_image(Image.open(buffer))))
-    others = [(name, describe_image(image)) for name, image in originals]
+    others = [(name, description) for name, _, description in originals]
     found = [(copy, original) for _, copy, _, original in near_duplicates({"val": others, "train": copies})]
     assert len(found) >= 0.95 * len(originals)
     assert all(copy == original for copy, original in found)

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,9 @@ class Outcome:
 class Workplace:
     """Trains in fresh trainers, over the same checkpoints."""
 
+    trainer: RecipeTrainer
+    """The last one."""
+
     def __init__(self, build: Build, folder: Path) -> None:
         self.build, self.folder = build, folder
         self.runs = 0
@@ -96,7 +100,7 @@ class Workplace:
     def train(self, plan: Plan, params: CheckpointParams = EVERY_STEP, *, at: At | None = None) -> Outcome:
         self.runs += 1
         curves_dir = self.folder / f"curves-{self.runs}"
-        trainer = self.build(plan)
+        self.trainer = trainer = self.build(plan)
         trainer.args.logging_steps = 3  # most checkpoints lie between two lines of the log
         if at is not None:
             trainer.add_callback(at)
@@ -173,18 +177,23 @@ def test_a_full_training_killed_again_and_again(workplace: Workplace, undisturbe
     workplace.train(FULL).assert_same(undisturbed)
 
 
+@pytest.fixture(scope="module")
+def validated(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The outcome of VALIDATED."""
+    return text_workplace(text_dir, tmp_path_factory.mktemp("validated")).train(VALIDATED, ON_SIGNALS)
+
+
 def test_validation_changes_nothing_else_and_a_killed_training_has_the_same_curves(
-    workplace: Workplace, text_dir: Path, tmp_path: Path
+    workplace: Workplace, text_dir: Path, tmp_path: Path, validated: Outcome
 ) -> None:
-    validated = text_workplace(text_dir, tmp_path / "validated").train(VALIDATED, ON_SIGNALS)
     assert [entry["step"] for entry in validated.log if "eval_loss" in entry] == [0, 1, 2, 3, 4]
     assert all(validated.curves[f"validation/{name}.tsv"].count("\n") == 6 for name in ("loss", "score"))
-    for step in (2, 3):
-        workplace.interrupt(VALIDATED, at=At(step, kill))
+    workplace.interrupt(VALIDATED, at=At(3, kill))
     workplace.train(VALIDATED).assert_same(validated)
-    validated.log = [entry for entry in validated.log if "eval_loss" not in entry]
-    validated.curves = {name: curve for name, curve in validated.curves.items() if name.startswith("train/")}
-    validated.assert_same(text_workplace(text_dir, tmp_path / "unseen").train(UNSEEN, ON_SIGNALS))
+    plain = copy(validated)
+    plain.log = [entry for entry in validated.log if "eval_loss" not in entry]
+    plain.curves = {name: curve for name, curve in validated.curves.items() if name.startswith("train/")}
+    plain.assert_same(text_workplace(text_dir, tmp_path / "unseen").train(UNSEEN, ON_SIGNALS))
 
 
 def chosen(**changes: Any) -> Plan:
@@ -211,27 +220,37 @@ def test_the_best_weights_are_kept_though_it_is_killed_and_loses_them(
     assert f"{killed.checkpoints.at(2) / 'process-0.pt'} differs" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "variant", [{"optimizer": "lion_32bit"}, {"optimizer": "muon"}, {"optimizer": "adafactor"}, {"neftune_alpha": 5.0}]
-)
-def test_a_variant_killed_in_an_epoch_and_at_its_end(
-    workplace: Workplace, text_dir: Path, tmp_path: Path, undisturbed: Outcome, variant: dict[str, Any]
+VARIANTS = {
+    **{name: changed(FULL, optimizer=name) for name in ("lion_32bit", "muon", "adafactor")},
+    "noise": changed(FULL, neftune_alpha=5.0),
+    "DoRA, LoRA+": changed(UNSEEN, lora=replace(DROPOUT, dora=True, loraplus_lr_ratio=9.0)),
+    "PiSSA": changed(UNSEEN, lora=replace(DROPOUT, init="pissa", rslora=True)),
+    "OLoRA": changed(UNSEEN, lora=replace(DROPOUT, init="olora")),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_killed_in_its_last_step_takes_it_again_alike(
+    workplace: Workplace, undisturbed: Outcome, name: str
 ) -> None:
-    plan = changed(FULL, **variant)
-    calm = text_workplace(text_dir, tmp_path / "calm").train(plan, ON_SIGNALS)
-    assert calm.trace[-1] != undisturbed.trace[-1]
-    for step in (2, 4):
-        workplace.interrupt(plan, at=At(step, kill))
-    workplace.train(plan).assert_same(calm)
+    plan = VARIANTS[name]
+    workplace.interrupt(plan, at=At(4, kill))
+    killed = workplace.trainer
+    assert workplace.steps[-1] == 3
+    resumed = workplace.train(plan)
+    assert resumed.trace == killed.trace
+    assert resumed.trace[-1] != undisturbed.trace[-1]
+    assert all(torch.equal(tensor, resumed.weights[name]) for name, tensor in weights(killed).items())
 
 
-def test_validation_has_no_noise_and_draws_none(text_dir: Path, tmp_path: Path) -> None:
-    noisy = changed(VALIDATED, neftune_alpha=5.0)
-    plans = {"plain": VALIDATED, "noisy": noisy, "unseen": replace(noisy, validation=None)}
-    outcomes = {name: text_workplace(text_dir, tmp_path / name).train(plan, ON_SIGNALS) for name, plan in plans.items()}
-    untrained = {name: outcome.log[0].get("eval_loss") for name, outcome in outcomes.items()}
-    assert untrained["noisy"] == untrained["plain"] is not None
-    assert outcomes["noisy"].trace == outcomes["unseen"].trace != outcomes["plain"].trace
+def test_validation_has_no_noise_and_draws_none(text_dir: Path, tmp_path: Path, validated: Outcome) -> None:
+    plan = changed(VALIDATED, neftune_alpha=5.0)
+    noisy, unseen = (
+        text_workplace(text_dir, tmp_path / name).train(each, ON_SIGNALS)
+        for name, each in {"noisy": plan, "unseen": replace(plan, validation=None)}.items()
+    )
+    assert noisy.log[0]["eval_loss"] == validated.log[0]["eval_loss"]
+    assert noisy.trace == unseen.trace != validated.trace
 
 
 @pytest.mark.parametrize("end", [kill, request_end])
@@ -315,17 +334,6 @@ def test_a_killed_training_with_images_and_dropout_on_weights_in_4_bits(build: B
     assert saved["weights"].keys() == resumed.weights.keys()  # trained weights alone
     assert len(resumed.trace) == 4
     resumed.assert_same(Workplace(build, tmp_path / "elsewhere").train(LORA, ON_SIGNALS))
-
-
-@pytest.mark.parametrize(
-    "variant", [{"dora": True, "loraplus_lr_ratio": 9.0}, {"init": "pissa", "rslora": True}, {"init": "olora"}], ids=str
-)
-def test_a_killed_variant_of_lora(workplace: Workplace, text_dir: Path, tmp_path: Path, variant: Any) -> None:
-    plan = changed(UNSEEN, lora=replace(DROPOUT, **variant))
-    for step in (2, 4):
-        workplace.interrupt(plan, at=At(step, kill))
-    resumed, undisturbed = workplace.train(plan), text_workplace(text_dir, tmp_path / "calm").train(plan, ON_SIGNALS)
-    resumed.assert_same(undisturbed)
 
 
 def test_a_killed_mixture_whose_experts_are_kept_in_balance(text_dir: Path, tmp_path: Path) -> None:
