@@ -160,16 +160,13 @@ def prepare(
             raw = sources.mix(dataset.mix, out_dir.parent, with_selection=data.selection > 0)
         else:
             raw = sources.read(dataset, reader)
+        if not trained:
+            raw, data = replace(raw, splits={"val": raw.splits["train"]}), replace(data, selection=0.0)
+        return write_prepared(replace(raw, repeat=dataset.repeat), out_dir, data, dataset.limit)
     except WrongSplit as error:
         raise UserError(f"params.yaml: {path}.{error.message}") from None
     except UserError as error:
         raise error if trained else UserError(f"params.yaml: {path}.source: {error.message}") from None
-    if not trained:
-        raw, data = replace(raw, splits={"val": raw.splits["train"]}), replace(data, selection=0.0)
-    try:
-        return write_prepared(replace(raw, repeat=dataset.repeat), out_dir, data, dataset.limit)
-    except WrongSplit as error:
-        raise UserError(f"params.yaml: {path}.{error.message}") from None
 
 
 def write_prepared(
