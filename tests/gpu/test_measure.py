@@ -49,8 +49,7 @@ def _checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_arithmetic_counted_without_weights_is_that_of_a_training(
     name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a step of one micro-batch: torch's own counter counts it, with rules by hand for the products that it has none
-    for."""
+    """Torch's own counter counts a step of one micro-batch, by hand those products that it has no rule for."""
     monkeypatch.setattr(measure, "ACCUMULATION", 1)
     small = {"profile": "tiny", "recipe": name, "micro_batch": 2, "max_length": 128, "precision": "fp32"}
     plan, predictor = planned({**small, "gradient_checkpointing": False, "attn": "eager", **changes}, "cpu")
