@@ -60,7 +60,8 @@ def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a Qwen2-VL of about 0.25 million random weights. Not to be written to."""
     from tests.tiny_families import save_tiny_family
 
-    return save_tiny_family("qwen2_vl", tmp_path_factory.mktemp("models") / "vlm")
+    # A seed of which no completion in the tests has an image's token.
+    return save_tiny_family("qwen2_vl", tmp_path_factory.mktemp("models") / "vlm", seed=1)
 
 
 @pytest.fixture(scope="session")

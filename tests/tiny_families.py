@@ -49,6 +49,7 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 OWN: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"intermediate_size": 128},  # rows of whole blocks, which a CPU can have in nf4
     "qwen2_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -71,7 +72,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }
 VISION: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64},
+    "qwen2_vl": {"depth": 2, "embed_dim": 64, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64},
     "qwen2_5_vl": {
         "depth": 3,
         "hidden_size": 32,
@@ -136,12 +137,10 @@ def config_for(model_type: str) -> Any:
     return AutoConfig.for_model(model_type, text_config=settings, vision_config=VISION[model_type], **tokens)
 
 
-def save_tiny_family(model_type: str, folder: Path, *, wide: bool = False) -> Path:
-    """Write a folder with a model of some 0.2 million random weights. wide: a Qwen2-VL that a CPU can have in nf4."""
+def save_tiny_family(model_type: str, folder: Path, *, seed: int = 0) -> Path:
+    """Write a folder with a model of some 0.2 million random weights."""
     processor, config, tokenizer = processor_for(model_type), config_for(model_type), tokenizer_for(model_type)
-    if wide:
-        config.text_config.intermediate_size, config.vision_config.embed_dim = 128, 64
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = auto_class(config).from_config(config)
     model.generation_config = generation_config_for(model_type, tokenizer)
     for each in (model.to(torch.bfloat16), processor):

@@ -21,7 +21,7 @@ from stages.mixture.trainer import make_trainer
 from stages.models.adapters import apply_recipe
 from stages.models.forward import forward_takes, has_plain_cache, layer_sizes
 from stages.models.kernels import fused_kernels
-from stages.models.load import DTYPES, new_model, resolve_attention, shard, to_local
+from stages.models.load import DTYPES, new_model, require_readable, resolve_attention, shard, to_local
 from stages.models.prompts import Processor
 from stages.planning.cards import multiprocessors
 from stages.planning.ladder import LOGIT_ROWS
@@ -52,6 +52,7 @@ def record_step(
             batch = from_features(batch, config, plan.memory.precision)
         batch = without_contents(batch)
         model = _prepared_model(here, config, recorder, stack, processes=plan.device.total)
+        require_readable(model, plan.device)
         trainer = one_batch_trainer(here, model, processor, batch)
         for name, weight in model.named_parameters():
             recorder.label([to_local(weight)], "adapters" if ".lora_" in name else "weights")

@@ -6,7 +6,6 @@ a share of every weight (placement sharded, torch's FSDP2).
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,8 +42,6 @@ from stages.models.kernels import EXPERTS, PACKED, replace_modules
 if TYPE_CHECKING:
     from stages.planning.plan import Plan
 
-log = logging.getLogger("stages")
-
 NF4_BLOCK = 64
 """Weights with a scale of their own."""
 NO_MODEL = "{} is no model that can be loaded"
@@ -66,7 +63,7 @@ def load_model(
 
     precision: of the weights. padding_free: whether its inputs are several samples in a row. places: devices by module
     name in place of that device; the start of a training checks them.
-    Raises UserError if a layer would land on a CPU or a disk beside a GPU.
+    Raises UserError if a layer would land on a CPU or a disk beside a GPU, or a CPU would read it wrongly in 4 bits.
     """
     check_device(device, precision)
     config = load_config(folder)
@@ -92,20 +89,28 @@ def load_model(
             f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {', '.join(missing[:3])}"
         )
     replace_modules(model, attn)
-    in_4_bits = {name: each for name, each in model.named_modules() if hasattr(each, "support_avx512bf16_for_cpu")}
-    for layer in in_4_bits.values():
+    for module in model.modules():
         # bitsandbytes repacks 4-bit weights for evaluation on such a CPU, and rounds otherwise from then on.
-        layer.support_avx512bf16_for_cpu = False
-    uneven = [name for name, layer in in_4_bits.items() if layer.in_features % NF4_BLOCK]
-    if device.kind == "cpu" and uneven:
-        log.warning(
-            "%s: %d layers, %s the first, have inputs that are no multiple of %d: on a CPU bitsandbytes 0.50.2 reads "
-            "their 4-bit weights wrongly, and results say nothing; set quantization: none",
-            *(folder, len(uneven), uneven[0], NF4_BLOCK),
-        )
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    require_readable(model, device)
     if places is None:
         check_placement(model, device)
     return model
+
+
+def require_readable(model: torch.nn.Module, device: DeviceParams) -> None:
+    """Raises UserError if a CPU would dequantize 4-bit weights wrongly: in rows of a multiple of 16 that is none of
+    NF4_BLOCK, bitsandbytes 0.50.2 takes the scales of other blocks (with AVX-512; a test tries the widths)."""
+    in_4_bits: Iterator[Any] = (each for each in model.modules() if hasattr(each, "support_avx512bf16_for_cpu"))
+    inputs = {module.in_features for module in in_4_bits}
+    wrong = sorted(number for number in inputs if number % 16 == 0 and number % NF4_BLOCK)
+    if wrong and device.kind == "cpu":
+        raise UserError(
+            f"the base has layers with {', '.join(map(str, wrong))} inputs, and on a CPU bitsandbytes 0.50.2 reads "
+            f"their 4-bit weights wrongly, as with any multiple of 16 that is none of {NF4_BLOCK}; set the recipe's "
+            "quantization: none, or take a profile with a GPU"
+        )
 
 
 def load_base(plan: Plan) -> PreTrainedModel:

@@ -33,7 +33,6 @@ from stages.models.load import load_model
 from stages.models.merge import probe_logits, weight_digests
 from stages.models.prompts import encode, load_processor
 from tests.plans import recipe_of
-from tests.tiny_families import save_tiny_family
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -220,12 +219,11 @@ def gradients_of(model: Any, inputs: dict[str, torch.Tensor], dtype: torch.dtype
     [("none", None, 1e-5), ("nf4", None, 1e-5), ("none", torch.bfloat16, 0.05), ("nf4", torch.bfloat16, 0.05)],
 )
 def test_adapters_without_copies_have_pefts_loss_and_gradients(
-    quantization: str, dtype: torch.dtype | None, tolerance: float, tmp_path: Path, probes: list[Conversation]
+    quantization: str, dtype: torch.dtype | None, tolerance: float, tiny_vlm: Path, probes: list[Conversation]
 ) -> None:
-    folder = save_tiny_family("qwen2_vl", tmp_path, wide=True)
-    inputs = encode(load_processor(folder, None), probes, padding_side="right")
-    expected = gradients_of(adapted_model(folder, quantization), inputs, dtype)
-    model = adapted_model(folder, quantization)
+    inputs = encode(load_processor(tiny_vlm, None), probes, padding_side="right")
+    expected = gradients_of(adapted_model(tiny_vlm, quantization), inputs, dtype)
+    model = adapted_model(tiny_vlm, quantization)
     kernels.fuse_adapters(model)
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     assert all("forward" in vars(layer) for layer in layers)

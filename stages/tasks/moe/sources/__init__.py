@@ -135,7 +135,11 @@ def _order(record: Record) -> tuple[str, str]:
 def read_corpus(path: Path, unread: Counter[str]) -> Iterator[Sample[Record]]:
     """The samples of a file. unread: counts the fields that are not read. Raises as read_text does."""
     text = read_text(path)
-    unit, samples = ("line", _truthfulqa(text, unread)) if path.suffix == ".csv" else _qmsum(text, unread)
+    if path.suffix == ".csv":
+        unit, samples = "line", _truthfulqa(text, unread)
+    else:
+        unit, objects = json_objects(text)
+        samples = _qmsum(objects, unread)
     for line, suffix, found in samples:
         place = Place(path.name, line, unit)
         if isinstance(found, str):
@@ -192,12 +196,7 @@ def _count(unread: Counter[str], fields: Mapping[str, Any], read: Iterable[str],
     unread.update(f"{outer}{name}" for name, value in fields.items() if name not in read and is_set(value))
 
 
-def _qmsum(text: str, unread: Counter[str]) -> tuple[str, Iterator[tuple[int, str, Found]]]:
-    unit, objects = json_objects(text)
-    return unit, _queries(objects, unread)
-
-
-def _queries(
+def _qmsum(
     objects: Iterable[tuple[int, dict[str, Any] | str]], unread: Counter[str]
 ) -> Iterator[tuple[int, str, Found]]:
     for line, found in objects:
