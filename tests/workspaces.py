@@ -87,7 +87,7 @@ def workspace_in(folder: Path) -> Workspace:
 
 
 def clone_checkout(folder: Path) -> None:
-    """Clone this checkout, with its changed and untracked files."""
+    """Clone this checkout, with its changed and untracked files, but for dvc.lock: DVC may be writing it just now."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -95,7 +95,7 @@ def clone_checkout(folder: Path) -> None:
     git("clone", "--quiet", "--shared", str(ROOT), str(folder))
     changed = git("diff", "--name-only", "--no-renames", "-z", "HEAD")
     untracked = git("ls-files", "-z", "--others", "--exclude-standard")
-    for name in filter(None, (changed + untracked).split("\0")):
+    for name in {*(changed + untracked).split("\0")} - {"", "dvc.lock"}:
         place = folder / name
         place.unlink(missing_ok=True)
         if (ROOT / name).is_file():

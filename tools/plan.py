@@ -175,10 +175,11 @@ def other_settings(params: Params, name: str) -> list[str]:
     if not (folder / STATS_FILE).exists():
         return []
     origin, record = read_origin(folder), Path(PROVENANCE_DIR) / f"prepare@{name}.json"
+    if {part: taken.asked for part, taken in origin.parts.items()} != (dataset.mix or {}):
+        return ["mix"]
     parts = {part: (taken.source, params.dataset(part).source) for part, taken in origin.parts.items()}
     different = [] if same_source(origin.source, dataset.source) else ["source"]
     different += [f"source of {part}" for part, sources in parts.items() if not same_source(*sources)]
-    different += ["mix"] if {part: taken.asked for part, taken in origin.parts.items()} != (dataset.mix or {}) else []
     made = read_provenance(record).params.values() if record.is_file() else ()
     then = {key: value for settings in made for key, value in settings.items()}
     now = json.loads(json.dumps(asdict(dataset) | asdict(params.data)))

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import click
 
+from stages.core.atomic import atomic_write
 from stages.core.environment import usable_cores
 from stages.core.errors import UserError, pluralize
 from stages.core.locks import hold
@@ -40,6 +41,7 @@ from stages.launcher.process import forwarded_signals
 from stages.launcher.slurm import runs_in_slurm
 
 LOCK_PATH = Path(".bakeoff/run.lock")
+AT_WORK = "`make run` is at work in this workspace already; wait for it, or end it"
 LOGS_DIR = Path(".bakeoff/logs")
 POLL_S = 0.05
 REPORT_S = 30
@@ -57,14 +59,15 @@ SHOWN_LINES = 40
 @click.option("--profile", help="Write it into params.yaml first, as `profile`.")
 def main(targets: tuple[str, ...], jobs: int | None, force: bool, profile: str | None) -> None:
     if profile:
-        set_profile(Path("params.yaml"), profile)
+        with hold(LOCK_PATH, AT_WORK):
+            set_profile(Path("params.yaml"), profile)
     params = load_params(Path("params.yaml"))
     shares_cores = params.active.device.kind == "cpu" and not runs_in_slurm(os.environ, params)
     jobs = jobs or (min(4, usable_cores()) if shares_cores else 4)
     # On a GPU and in Slurm the number of threads is left open: a checkpoint is known by it too, and `dvc repro` could
     # not resume it.
     threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if shares_cores and jobs > 1 else {}
-    with hold(LOCK_PATH, "`make run` is at work in this workspace already; wait for it, or end it"):
+    with hold(LOCK_PATH, AT_WORK):
         steps, num_up_to_date = steps_of(targets, params.active.device, force=force)
         up_to_date = f"{num_up_to_date} up to date, " if num_up_to_date else ""
         say(f"{up_to_date}{pluralize(len(steps), 'stage')} to run, at most {jobs} at once; their output: {LOGS_DIR}/")
@@ -85,7 +88,7 @@ def set_profile(path: Path, profile: str) -> None:
     """
     load_params(path).on(profile)
     text = path.read_text(encoding="utf-8")
-    path.write_text(re.sub(r"^profile:.*", f"profile: {profile}", text, flags=re.MULTILINE), encoding="utf-8")
+    atomic_write(re.sub(r"^profile:.*", f"profile: {profile}", text, flags=re.MULTILINE), path)
 
 
 class Step(NamedTuple):

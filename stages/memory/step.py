@@ -242,7 +242,7 @@ def record_generation(
     ]
     if likelihoods:
         tokens, width = num_prompts * length, config.get_text_config().hidden_size
-        # In fp32, the last ones or their log-probabilities beside them; before that in the model's own precision.
+        # fp32 logits and their log-softmax, and the 16-bit logits that the first were cast from.
         rows = min(LOGIT_ROWS, tokens) * vocab_size * (2 * torch.float32.itemsize + itemsize % torch.float32.itemsize)
         recording.storages += [
             Storage(tokens * width * itemsize, "activations", born=end + 4),

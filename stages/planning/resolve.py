@@ -90,7 +90,7 @@ def _schedule(recipe: RecipeParams, profile: ProfileParams, train_samples: int, 
     epochs = min(recipe.epochs, profile.max_epochs or recipe.epochs)
     num_steps = min(steps_per_epoch * epochs, recipe.max_steps or steps_per_epoch * epochs)
     ratio = 0.05 if recipe.warmup_ratio is None else recipe.warmup_ratio
-    warmup_steps = ceil(num_steps * ratio) if num_steps > 1 else 0  # the first step of a warm-up changes no weight
+    warmup_steps = ceil(num_steps * ratio) if num_steps > 1 else 0  # a warm-up's first step has rate 0
     rates = {part: recipe.part_learning_rates.get(part, recipe.learning_rate) for part in recipe.parts.trained()}
     return Schedule(
         train_samples=train_samples,
