@@ -41,7 +41,6 @@ from stages.launcher.process import forwarded_signals
 from stages.launcher.slurm import runs_in_slurm
 
 LOCK_PATH = Path(".bakeoff/run.lock")
-AT_WORK = "`make run` is at work in this workspace already; wait for it, or end it"
 LOGS_DIR = Path(".bakeoff/logs")
 POLL_S = 0.05
 REPORT_S = 30
@@ -58,16 +57,15 @@ SHOWN_LINES = 40
 @click.option("-f", "--force", is_flag=True, help="Run stages that are up to date too.")
 @click.option("--profile", help="Write it into params.yaml first, as `profile`.")
 def main(targets: tuple[str, ...], jobs: int | None, force: bool, profile: str | None) -> None:
-    if profile:
-        with hold(LOCK_PATH, AT_WORK):
+    with hold(LOCK_PATH, "`make run` is at work in this workspace already; wait for it, or end it"):
+        if profile:
             set_profile(Path("params.yaml"), profile)
-    params = load_params(Path("params.yaml"))
-    shares_cores = params.active.device.kind == "cpu" and not runs_in_slurm(os.environ, params)
-    jobs = jobs or (min(4, usable_cores()) if shares_cores else 4)
-    # On a GPU and in Slurm the number of threads is left open: a checkpoint is known by it too, and `dvc repro` could
-    # not resume it.
-    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if shares_cores and jobs > 1 else {}
-    with hold(LOCK_PATH, AT_WORK):
+        params = load_params(Path("params.yaml"))
+        shares_cores = params.active.device.kind == "cpu" and not runs_in_slurm(os.environ, params)
+        jobs = jobs or (min(4, usable_cores()) if shares_cores else 4)
+        # On a GPU and in Slurm the number of threads is left open: a checkpoint is known by it too, and `dvc repro`
+        # could not resume it.
+        threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if shares_cores and jobs > 1 else {}
         steps, num_up_to_date = steps_of(targets, params.active.device, force=force)
         up_to_date = f"{num_up_to_date} up to date, " if num_up_to_date else ""
         say(f"{up_to_date}{pluralize(len(steps), 'stage')} to run, at most {jobs} at once; their output: {LOGS_DIR}/")

@@ -235,7 +235,8 @@ def record_generation(
             storage.died = end
     # The most likely token is chosen among fp32 logits.
     vocab_size = config.get_text_config().vocab_size
-    logits = batch_size * vocab_size * (itemsize + torch.float32.itemsize * (itemsize < torch.float32.itemsize))
+    fp32_bytes = torch.float32.itemsize
+    logits = batch_size * vocab_size * (itemsize + fp32_bytes * (itemsize < fp32_bytes))
     recording.storages += [
         Storage(batch_size * (cached + layer_keys), "activations", born=end + 1, died=end + 3),
         Storage(logits, "logits", born=end + 2, died=end + 3),
@@ -243,7 +244,7 @@ def record_generation(
     if likelihoods:
         tokens, width = num_prompts * length, config.get_text_config().hidden_size
         # fp32 logits and their log-softmax, and the 16-bit logits that the first were cast from.
-        rows = min(LOGIT_ROWS, tokens) * vocab_size * (2 * torch.float32.itemsize + itemsize % torch.float32.itemsize)
+        rows = min(LOGIT_ROWS, tokens) * vocab_size * (2 * fp32_bytes + itemsize * (itemsize < fp32_bytes))
         recording.storages += [
             Storage(tokens * width * itemsize, "activations", born=end + 4),
             Storage(rows, "logits", born=end + 5),
