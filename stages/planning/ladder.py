@@ -134,9 +134,7 @@ def _shrink_optimizer(plan: Plan) -> Plan | None:
 
 
 def _quantize(plan: Plan) -> Plan | None:
-    allowed = (
-        plan.may_quantize and not plan.is_quantized and not plan.is_sharded and not plan.recipe.parts.trained("full")
-    )
+    allowed = plan.may_quantize and not plan.is_quantized and not plan.is_sharded
     return replace(plan, quantization="nf4") if allowed else None
 
 

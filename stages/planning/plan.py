@@ -74,7 +74,7 @@ class Plan(StageFile):
     """Instruction set of the CPU, e.g. "avx2" (core/environment.py); None in a preview."""
     quantization: Literal["none", "nf4"]
     may_quantize: bool
-    """Whether the recipe specifies nf4 and the profile overrides it: nf4 is then a rung of the ladder."""
+    """Whether the recipe specifies nf4, can have it, and the profile overrides it: nf4 is then a rung of the ladder."""
     padding_free: bool = False
     """Whether the samples of a micro-batch are concatenated into one row, without padding."""
     fused_kernels: bool = False

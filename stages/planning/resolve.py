@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from stages.core.errors import UserError
 from stages.core.families import family_of
+from stages.core.params import nf4_problems
 from stages.core.params.schema import (
     Kernels,
     LearningParams,
@@ -41,7 +42,7 @@ def resolve_plan(
     Raises UserError if the effective batch is no multiple of what the devices take at once, or the steps are too few.
     """
     recipe, profile = params.recipe(name), params.active
-    quantization = profile.memory.quantization or recipe.quantization
+    quantization = params.quantization(name)
     schedule = _schedule(recipe, profile, train_samples, _grad_accumulation(params, name))
     _require_steps(name, recipe, schedule)
     return Plan(
@@ -58,7 +59,7 @@ def resolve_plan(
         dataloader_workers=profile.dataloader_workers,
         instructions=instructions,
         quantization=quantization,
-        may_quantize=recipe.quantization != quantization,
+        may_quantize=recipe.quantization != quantization and not any(nf4_problems(recipe)),
         domains=params.domains(name) if recipe.loss == "router-labels" else (),
         skip_too_long=recipe.skip_too_long,
         schedule=schedule,

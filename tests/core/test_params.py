@@ -332,6 +332,16 @@ def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], p
     assert problem in refusal(changed(changes), tmp_path)
 
 
+@pytest.mark.parametrize("changes", [{f"{R1}.lora.init": "pissa"}, {f"{R2}.quantization": "nf4"}])
+def test_a_recipe_is_checked_as_the_profile_leaves_it(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert "nf4" in refusal(changed(changes), tmp_path)
+    unquantized = load(changed({**changes, f"{TINY}.memory.quantization": "none"}), tmp_path)
+    names = [path.split(".")[1] for path in changes]
+    plans = [resolve_plan(unquantized, name, train_samples=64) for name in names]
+    assert [(plan.quantization, plan.may_quantize) for plan in plans] == [("none", False)]
+    assert resolve_plan(unquantized, "r3-two-stage", train_samples=64).may_quantize
+
+
 def test_a_missing_file_names_the_folder_to_run_from(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is missing; run from the top"):
         load_params(tmp_path / "params.yaml")

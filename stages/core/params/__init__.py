@@ -63,6 +63,8 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
     for name, recipe in params.recipes.items():
         yield from _names(f"recipes.{name}", recipe, params)
         yield from _recipe(f"recipes.{name}", recipe)
+        if params.quantization(name) == "nf4":
+            yield from ((f"recipes.{name}.{field}", problem) for field, problem in nf4_problems(recipe))
         yield from _schedule(f"recipes.{name}", recipe)
         yield from _chosen_by_validation(f"recipes.{name}", recipe, params)
         if recipe.optimizer is not None and params.profile in params.profiles:
@@ -165,11 +167,6 @@ def _recipe(here: str, recipe: RecipeParams) -> Problems:
         yield f"{here}.lora", "missing, though parts ask for it"
     if recipe.lora is not None and not recipe.parts.trained("lora"):
         yield f"{here}.lora", "set, though no part is trained by lora"
-    if recipe.lora is not None and recipe.lora.takes_from_base and recipe.quantization == "nf4":
-        why = "what it leaves in the base would be quantized again, and the adapter would fit no other base"
-        yield f"{here}.lora.init", f"{recipe.lora.init} with nf4: {why}; use default, or quantization: none"
-    if recipe.quantization == "nf4" and recipe.parts.trained("full"):
-        yield f"{here}.quantization", "nf4 weights cannot be trained in full; use lora, or quantization: none"
     for part in PARTS:
         how = getattr(recipe.parts, part)
         if recipe.lora is not None and (how == "lora") != (part in recipe.lora.targets):
@@ -179,6 +176,15 @@ def _recipe(here: str, recipe: RecipeParams) -> Problems:
             yield f"{here}.full_targets.{part}", f"set, though parts.{part} is {how}"
         if how == "frozen" and part in recipe.part_learning_rates:
             yield f"{here}.part_learning_rates.{part}", f"set, though parts.{part} is frozen"
+
+
+def nf4_problems(recipe: RecipeParams) -> Problems:
+    """Settings of the recipe, by their paths below it, that do not go with weights in nf4."""
+    if recipe.lora is not None and recipe.lora.takes_from_base:
+        why = "what it leaves in the base would be quantized again, and the adapter would fit no other base"
+        yield "lora.init", f"{recipe.lora.init} with nf4: {why}; use default, or quantization: none"
+    if recipe.parts.trained("full"):
+        yield "quantization", "nf4 weights cannot be trained in full; use lora, or quantization: none"
 
 
 def _schedule(here: str, recipe: RecipeParams) -> Problems:

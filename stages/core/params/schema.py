@@ -626,6 +626,11 @@ class Params:
     def recipe(self, name: str) -> RecipeParams:
         return self.recipes[self._known(name, self.recipes, "recipe")]
 
+    def quantization(self, recipe: str) -> Literal["none", "nf4"]:
+        """A recipe's quantization, as the active profile leaves it."""
+        profile = self.profiles.get(self.profile)
+        return (profile and profile.memory.quantization) or self.recipe(recipe).quantization
+
     def subject(self, name: str) -> RecipeParams | BaselineParams:
         """The recipe or baseline of that name, or the recipe of an export, as evaluations have them."""
         subjects: dict[str, RecipeParams | BaselineParams] = {**self.baselines, **self.recipes}
