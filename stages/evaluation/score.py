@@ -76,8 +76,8 @@ def score_completions(
     samples, answer_format = generator.model_samples, generator.answer_format
     if hasattr(samples, "score_options"):
         options |= samples.score_options(records)
-    if hasattr(scoring, "candidates"):  # reference answers to compute the likelihood of
-        options["likelihoods"] = generator.likelihoods(scoring.candidates(records, answer_format=answer_format))
+    if hasattr(samples, "candidates"):  # reference answers to compute the likelihood of
+        options["likelihoods"] = generator.likelihoods(samples.candidates(records, answer_format=answer_format))
         if hasattr(samples, "domain"):  # a mixture has an expert for each
             answered = [samples.conversation(each, answered=True, answer_format=answer_format) for each in records]
             options["routing"] = generator.routing(answered)

@@ -73,7 +73,7 @@ def preview(
     else:
         plan, processor, batch_of = without_data(params, recipe, config)
         lengths, notes, guard = [], (), []
-    options |= {"guard": guard, "likelihoods": bool(guard) or hasattr(samples, "LIKELIHOODS")}
+    options |= {"guard": guard, "likelihoods": bool(guard) or hasattr(samples, "candidates")}
     predict = MemoryPredictor(config=config, processor=processor, batch_of=batch_of, **options)
     plan, choices = predict.completed(
         replace(plan, base_dir=str(base_dir), model_type=config.model_type), params.active.memory

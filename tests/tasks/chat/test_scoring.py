@@ -10,8 +10,8 @@ from stages.data.texts import TextMetric
 from stages.evaluation.likelihood import AnswerLikelihood
 from stages.evaluation.score import summary
 from stages.tasks.chat import scoring
-from stages.tasks.chat.samples import field_accuracy, json_fields
-from stages.tasks.chat.scoring import PREDICTIONS, candidates, draw_prediction, ordered_by, score
+from stages.tasks.chat.samples import candidates, field_accuracy, json_fields
+from stages.tasks.chat.scoring import PREDICTIONS, draw_prediction, ordered_by, score
 from tests.damage import VALUES, damaged_text, quick
 from tests.tasks.chat.conversations import record
 

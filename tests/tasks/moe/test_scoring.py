@@ -14,13 +14,12 @@ from stages.evaluation.likelihood import AnswerLikelihood
 from stages.evaluation.score import rouge
 from stages.launcher.pipeline import declared_stages
 from stages.mixture.certificate import Routing
-from stages.tasks.moe.samples import Record
+from stages.tasks.moe.samples import Record, candidates
 from stages.tasks.moe.scoring import (
     BLEURT_DIR,
     PREDICTIONS,
     ROUGES,
     bleu,
-    candidates,
     draw_prediction,
     load_bleurt,
     mc1,

@@ -49,9 +49,6 @@ IMAGES = pa.field(IMAGE_COLUMN, pa.list_(pa.struct(list(IMAGE))))
 UNLEARNT = pa.field("unlearnt", pa.list_(pa.int64()))
 """The additional column of a split with answers that are not to be learnt."""
 
-LIKELIHOODS = True
-"""Likelihoods of answers may be scored: the metric perplexity."""
-
 
 class Message(NamedTuple):
     role: str
@@ -174,6 +171,11 @@ _PROBES = (
         Message("assistant", "White."),
     ),
 )
+
+
+def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
+    """The answered conversations that a score needs likelihoods of: all if perplexity is a metric, else none."""
+    return [conversation(record, answered=True) for record in records if "perplexity" in record.metrics]
 
 
 def probes(answer_format: None = None) -> list[Conversation]:

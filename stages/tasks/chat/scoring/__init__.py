@@ -12,12 +12,11 @@ import sacrebleu
 from PIL import Image
 
 from stages.core.errors import UserError
-from stages.data.conversation import Conversation
 from stages.data.groups import groups_of
 from stages.data.texts import TextMetric
 from stages.evaluation.score import draw_completion, rouge, token_f1
 from stages.evaluation.statistics import figures, perplexity
-from stages.tasks.chat.samples import Record, conversation, field_accuracy, json_fields, without_thinking
+from stages.tasks.chat.samples import Record, field_accuracy, json_fields, without_thinking
 
 if TYPE_CHECKING:
     from stages.evaluation.likelihood import AnswerLikelihood
@@ -59,11 +58,6 @@ _MAX_IMAGES = 4
 """Images of a conversation that an example shows."""
 
 
-def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
-    """The answered conversations that `score` needs likelihoods of: all if perplexity is a metric, else none."""
-    return [conversation(record, answered=True) for record in records if "perplexity" in record.metrics]
-
-
 def score(
     records: Sequence[Record],
     completions: Sequence[str],
@@ -73,8 +67,8 @@ def score(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Score completions, one for each record.
 
-    likelihoods: those of `candidates`, in its order; none for another system's completions, which leaves the perplexity
-    out.
+    likelihoods: those of `samples.candidates`, in its order; none for another system's completions, which leaves the
+    perplexity out.
     Returns (metrics, rows): the figures of metrics.json, each with its 95% interval as KEY_low and KEY_high, and the
     rows of predictions.parquet in the order of the records.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,8 +40,6 @@ SCHEMA = pa.schema(
 )
 """Columns of a prepared split."""
 
-LIKELIHOODS = True
-"""Likelihoods of answers are scored."""
 PROMPT = "Answer the question truthfully.\n"
 TRANSCRIPT, QUERY = "Meeting transcript:\n", "\n\nAnswer the query about the meeting.\n"
 """Text before a transcript, and between it and the query."""
@@ -99,6 +98,11 @@ class Record:
         """Empty: the questions about a transcript are of one `subject`."""
         return ""
 
+    @property
+    def candidates(self) -> list[str]:
+        """The answers to score: the best one, then, if there are incorrect ones, all correct and all incorrect ones."""
+        return [self.best, *([*self.correct, *self.incorrect] if self.incorrect else [])]
+
     def key(self) -> str:
         """A digest, equal for records with the same question about the same text."""
         return _digest(same_text(self.question), same_text(self.context or ""))
@@ -146,6 +150,11 @@ def conversation(record: Record, *, answered: bool, answer_format: None = None) 
 def answered_with(record: Record, answer: str | None) -> Conversation:
     """The question with any answer, or None."""
     return _conversation(record.id, record.context, record.question, answer)
+
+
+def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
+    """The answered conversations that a score needs likelihoods of."""
+    return [answered_with(record, answer) for record in records for answer in record.candidates]
 
 
 def probes(answer_format: None = None, domain: str | None = None) -> list[Conversation]:

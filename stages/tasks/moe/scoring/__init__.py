@@ -17,12 +17,11 @@ import sacrebleu
 from PIL import Image
 
 from stages.core.errors import UserError
-from stages.data.conversation import Conversation
 from stages.data.groups import groups_of
 from stages.evaluation.score import draw_completion, rouge
 from stages.evaluation.statistics import UNAVAILABLE, Groups, figures, perplexity
 from stages.models.folders import check_model_folder
-from stages.tasks.moe.samples import DOMAINS, Record, answered_with
+from stages.tasks.moe.samples import DOMAINS, Record
 
 if TYPE_CHECKING:
     from stages.evaluation.likelihood import AnswerLikelihood
@@ -71,16 +70,6 @@ def models() -> dict[str, Measure | None]:
     return {"bleurt": load_bleurt()}
 
 
-def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
-    """The answered conversations that `score` needs likelihoods of: for each record the best answer, then, if it has
-    incorrect ones, all correct and all incorrect ones."""
-    return [answered_with(record, answer) for record in records for answer in _candidates(record)]
-
-
-def _candidates(record: Record) -> list[str]:
-    return [record.best, *([*record.correct, *record.incorrect] if record.incorrect else [])]
-
-
 def score(
     records: Sequence[Record],
     completions: Sequence[str],
@@ -92,7 +81,7 @@ def score(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Score completions, one for each record.
 
-    likelihoods: those of `candidates`, in its order.
+    likelihoods: those of `samples.candidates`, in its order.
     routing: that of each answered record; None for a dense model.
     Returns (metrics, rows): the figures of metrics.json, and the rows of predictions.parquet in the order of the
     records. A mean or a perplexity has its 95% interval as KEY_low and KEY_high.
@@ -100,12 +89,12 @@ def score(
     assert len(records) == len(completions) > 0, f"{len(completions)} completions for {len(records)} records"
     if not likelihoods:
         raise UserError("the task moe ranks models by perplexity, which takes a model; an answers file has none")
-    expected = sum(len(_candidates(record)) for record in records)
+    expected = sum(len(record.candidates) for record in records)
     assert len(likelihoods) == expected, f"{len(likelihoods)} likelihoods for {expected} candidates"
     left, rows = iter(likelihoods), []
     measures = MEASURES | ({"bleurt": bleurt} if bleurt else {})
     for index, (record, text) in enumerate(zip(records, completions, strict=True)):
-        row = _row(record, text, list(itertools.islice(left, len(_candidates(record)))), measures)
+        row = _row(record, text, list(itertools.islice(left, len(record.candidates))), measures)
         if routing:
             row |= {"routing_entropy": routing[index].entropy, "expert_load": list(routing[index].load)}
         rows.append(row)
