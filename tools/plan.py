@@ -22,7 +22,7 @@ import click
 from rich.console import Console
 
 from stages.core.errors import UserError, configure_logging
-from stages.core.lineage import LINEAGE_FILE, read_lineage
+from stages.core.lineage import LINEAGE_FILE, folder_digest, read_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, Params
 from stages.core.provenance import PROVENANCE_DIR, read_provenance
@@ -169,7 +169,8 @@ def available_data(params: Params, name: str) -> Path | None:
 def other_settings(params: Params, name: str) -> list[str]:
     """Settings of a dataset, and of those that it is a mix of, that had other values when it was prepared, by name.
 
-    Sources and mixes are compared with stats.json; all others with the record of `prepare`, if there is one.
+    Sources and mixes are compared with stats.json; all others, and what a mix was made of, with the record of
+    `prepare`, if there is one.
     """
     dataset, folder = params.dataset(name), Path("data/prepared") / name
     if not (folder / STATS_FILE).exists():
@@ -180,11 +181,14 @@ def other_settings(params: Params, name: str) -> list[str]:
     parts = {part: (taken.source, params.dataset(part).source) for part, taken in origin.parts.items()}
     different = [] if same_source(origin.source, dataset.source) else ["source"]
     different += [f"source of {part}" for part, sources in parts.items() if not same_source(*sources)]
-    made = read_provenance(record).params.values() if record.is_file() else ()
-    then = {key: value for settings in made for key, value in settings.items()}
+    made = read_provenance(record) if record.is_file() else None
+    used, inputs = (made.params, made.inputs) if made else ({}, {})
+    then = {key: value for settings in used.values() for key, value in settings.items()}
     now = json.loads(json.dumps(asdict(dataset) | asdict(params.data)))
     different += [key for key in now if key not in ("source", "mix") and then.get(key, now[key]) != now[key]]
     different += [f"{setting} of {part}" for part in parts for setting in other_settings(params, part)]
+    mixed = {path: inputs[str(path)] for part in parts if str(path := folder.parent / part) in inputs and path.is_dir()}
+    different += [f"content of {path.name}" for path, digest in mixed.items() if folder_digest(path) != digest]
     return list(dict.fromkeys(different))
 
 

@@ -17,7 +17,7 @@ from stages.core.lineage import write_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, ExpertParams, Params
 from stages.launcher.pipeline import declared_stages
-from stages.launcher.record import used_params
+from stages.launcher.record import digests, used_params
 from stages.memory import predict as predictor
 from stages.models.folders import GEOMETRIES_DIR
 from stages.planning.plan import Plan
@@ -342,6 +342,18 @@ def test_data_of_other_settings_are_not_taken(
     assert other_settings(before, name) == []
     assert other_settings(after, name) == different
     assert (available_data(after, name) is None) == bool(different)
+
+
+def test_a_mix_of_parts_that_were_prepared_again_is_not_taken(params: Params) -> None:
+    parts = {name: {"source": f"folder:data/tiny/{name}"} for name in ("truthfulqa", "qmsum")}
+    folders = [write_stats(name, stats).parent for name, stats in parts.items()]
+    asked = {"truthfulqa": 200, "qmsum": 50}
+    write_stats("finetune-mix", {"source": "mix", "parts": {n: {**parts[n], "asked": asked[n]} for n in parts}})
+    inputs = digests(Path(), map(str, folders))
+    replace(PROVENANCE, inputs=inputs).write(Path("data/provenance/prepare@finetune-mix.json"))
+    assert other_settings(params.on("tiny"), "finetune-mix") == []
+    (folders[1] / "train.parquet").write_bytes(b"other samples")
+    assert other_settings(params.on("tiny"), "finetune-mix") == ["content of qmsum"]
 
 
 def test_a_plan_says_which_settings_of_prepared_data_are_others(workspace: Path, predicted: list[Plan]) -> None:
