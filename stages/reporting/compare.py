@@ -309,14 +309,13 @@ def task_report(module: ModuleType, params: Params, task: str) -> TaskReport:
     names = dict.fromkeys(subject.data for subject in subjects if subject.task == task)
     known = {name: params.active.datasets[name] for name in names if name in params.active.datasets}
     report: TaskReport = module.report_for(known) if hasattr(module, "report_for") else module.REPORT
-    known_pairs = {frozenset((each.ours, each.theirs)) for each in report.questions if each.metric is None}
-    asked = [
-        Question(f"{ours} against {theirs}", ours, theirs)
-        for ours, theirs in params.compare.against.items()
-        if params.recipes[ours].task == task and frozenset((ours, theirs)) not in known_pairs
-    ]
+    questions = list(report.questions)
+    for ours, theirs in params.compare.against.items():
+        asked = {frozenset((each.ours, each.theirs)) for each in questions if each.metric is None}
+        if params.recipes[ours].task == task and frozenset((ours, theirs)) not in asked:
+            questions.append(Question(f"{ours} against {theirs}", ours, theirs))
     metrics = (*report.metrics, *map(guard_metric, params.guards))
-    return replace(report, metrics=metrics, questions=(*report.questions, *asked))
+    return replace(report, metrics=metrics, questions=tuple(questions))
 
 
 def guard_metric(guard: str) -> Metric:

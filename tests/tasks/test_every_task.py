@@ -25,7 +25,11 @@ def test_a_report_ranks_by_what_matters_and_asks_about_runs_of_params(task: str)
 
 
 def test_a_report_asks_what_params_ask_of_its_task() -> None:
-    params = load_params(ROOT / "params.yaml", changes=["compare.against.r2-vision-only=r4-joint"])
+    asked = "compare.against={r2-vision-only: r4-joint, r4-joint: r2-vision-only, r1-llm-only: r4-joint}"
+    params = load_params(ROOT / "params.yaml", changes=[asked])
+    known = load_task("detection", "report").REPORT.questions
     questions = {task: task_report(load_task(task, "report"), params, task).questions for task in ("detection", "amr")}
-    assert questions["detection"][-1] == Question("r2-vision-only against r4-joint", "r2-vision-only", "r4-joint")
+    # A pair is asked about once: whether in both directions, or by the task's own questions already.
+    once = Question("r2-vision-only against r4-joint", "r2-vision-only", "r4-joint")
+    assert questions["detection"] == (*known, once)
     assert questions["amr"] == load_task("amr", "report").REPORT.questions

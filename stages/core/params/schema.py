@@ -495,7 +495,7 @@ class CompareParams:
     """The smallest difference that matters, in the unit of the metric that ranks a task's recipes, by its name in
     metrics.json: smaller differences are a tie ("as good"). Without an entry, none is."""
     against: dict[Name, Name] = Field(default_factory=dict)
-    """Questions of reports beside the task's own: each recipe is compared with the one named here."""
+    """Questions of reports beside the task's own: each recipe against the one named here, a pair once."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
