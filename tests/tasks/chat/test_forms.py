@@ -1,6 +1,7 @@
 """Every key of a row, a message and a part is read, refused or listed, in the documented forms of known trainers."""
 
 import json
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "Bedrock's system prompt": ({**TALK, "system": [{"text": "Be brief."}]}, "system, message 1 has the role None"),
     "text alone": ({"text": "Who?"}, "expected messages, or conversations, or "),
     "half of a turn in the history": ({"query": "Who?", "response": "You.", "history": [["One?"]]}, "history, turn 1"),
+    "an input that is no text": ({"instruction": "Sum.", "input": [1, 2], "output": "3"}, "input, message 1 is 1"),
+    "a context in parts": ({"instruction": "Who?", "context": {"a": 1}, "response": "You."}, "context is {'a': 1}"),
+    "an input beside turns": (
+        {"instruction": [USER], "input": "Now.", "output": "You."},
+        "message 2 has the role 'user'",
+    ),
+    "thinking twice": (
+        {"messages": [USER, {**ANSWER, "content": "<think>\nA\n</think>\n\nYou.", "thinking": "B"}]},
+        "message 2: thinking is set",
+    ),
     "another case": ({**TALK, "Label": False}, "Label is set, which this task does not read: KTO's verdict"),
     "another spelling": ({**TALK, "toolCalls": [{}]}, "toolCalls is set, which this task does not read: calls of"),
     "a system prompt in another case": ({**TALK, "System": "Be brief."}, "another spelling of system, which is read"),
@@ -339,6 +350,13 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
         "2 places of an image, but 1 image",
     ),
     "none": ({"messages": [{**USER, "content": "<image>What?"}, ANSWER]}, "<image> in a text, but no image"),
+    **{
+        f"beside {place}": (
+            {"prompt": f"<image>{place}?", "completion": "A cat.", "image": "p/cat.png"},
+            f"holds '{place}'",
+        )
+        for place in ("<video>", "<bbox>", "<IMAGE>", "<image_1>")
+    },
     "of the assistant": (
         {"prompt": "What?", "completion": "<image>", "image": "p/cat.png"},
         "message 2 shows an image",
@@ -356,9 +374,15 @@ def test_placeholders_are_the_places_of_images_and_their_number_is_checked(tmp_p
     for record, (name, (_, expected)) in zip(read_split(tmp_path / "out", "train"), PLACED.items(), strict=True):
         assert [(each.image_id, each.message, each.offset) for each in record.shown_images] == expected, name
         assert not any("<image>" in message.content for message in record.messages)
-    assert [problem in found for (_, problem), found in zip(MISPLACED.values(), problems.values(), strict=True)] == [
-        True
-    ] * 3
+    for (name, (_, problem)), found in zip(MISPLACED.items(), problems.values(), strict=True):
+        assert problem in found, name
+
+
+def test_names_of_groups_are_compared_in_composed_form(tmp_path: Path) -> None:
+    names = [unicodedata.normalize(form, "José") for form in ("NFC", "NFD")]
+    prepared(tmp_path, "line", [line(number, client=name) for number, name in enumerate(names)], group="client")
+    first, second = read_split(tmp_path / "out", "train")
+    assert first.group == second.group
 
 
 def test_a_placeholder_is_text_in_a_dataset_without_images(tmp_path: Path) -> None:

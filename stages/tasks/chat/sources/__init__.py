@@ -29,7 +29,7 @@ from stages.data.groups import connected
 from stages.data.near import describe_text
 from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
 from stages.data.sources import READ_ON, Place, describe_folder, parquet_folder, table_rows
-from stages.data.texts import TEXT_METRICS, TextMetric, json_objects, read_text
+from stages.data.texts import TEXT_METRICS, TextMetric, composed, json_objects, read_text
 from stages.tasks.chat.samples import IMAGES, SCHEMA, UNLEARNT, MessageImage, Record, json_fields, without_thinking
 from stages.tasks.chat.sources.forms import PLACEHOLDER, images_of, parse_conversation, unread_keys
 
@@ -163,7 +163,7 @@ def _sample(place: Place, row: Mapping[str, Any], reader: Reader, unread: Counte
     return place, Record(
         id=f"{place.file}:{place.number}",
         messages=parsed.messages,
-        group=str(group),
+        group=composed(str(group)),
         file=place.file,
         number=place.number,
         shown_images=tuple(shown_images),

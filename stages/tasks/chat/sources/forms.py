@@ -82,9 +82,10 @@ REFUSED = {
         "boxes for <bbox> in a text (ms-swift)": "objects",
         "tokens in place of text (TRL)": "input_ids attention_mask position_ids",
         "a system prompt under another name; `system` is read": (
-            "system_prompt system_message system_instruction preamble"
+            "system_prompt system_message system_instruction instructions preamble"
         ),
         "texts that the question is about (Cohere)": "documents",
+        "a text after the answer (OpenAI)": "suffix",
         "another conversation (Gemini, Cohere, axolotl)": "contents chat_history segments",
     }.items()
     for key in keys.split()
@@ -92,6 +93,8 @@ REFUSED = {
 """Keys that change what is learnt in some trainer's format, by the names that these give them, with what they hold."""
 _IMAGE_TAG = re.compile(r"<img>[^<>]+</img>")
 """An image in a text, as Qwen-VL and ms-swift 2 have it."""
+_OTHER_PLACE = re.compile(r"<(image[_-]?\d*|img_context|video|audio|bbox|ref-object)>", re.IGNORECASE)
+"""The place of an image, a video, a recording or a box, which is text in a message without images."""
 
 
 class Turn(NamedTuple):
@@ -199,9 +202,11 @@ def _sections(content: Mapping[str, Any], form: Form) -> Iterator[tuple[str, Any
         for role, side in zip(("user", "assistant"), sides, strict=False):
             yield f"history, turn {number}", as_list(role, side)
     question, answer = form.needed
-    asked = [content[key] for key in (question, "input", "context") if key in form.keys and is_set(content.get(key))]
-    joined = "\n".join(asked) if all(isinstance(each, str) for each in asked) else content[question]
-    yield question, as_list("user", joined)
+    keys = [key for key in (question, "input", "context") if key in form.keys and is_set(content.get(key))]
+    asked = {key: content[key] for key in keys}
+    if all(isinstance(each, str) for each in asked.values()):
+        asked = {question: "\n".join(asked.values())}
+    yield from ((key, as_list("user", value)) for key, value in asked.items())
     yield answer, as_list("assistant", content[answer])
 
 
@@ -222,7 +227,7 @@ def _turns(name: str, value: Any, problems: list[str], *, placeholders: bool) ->
             problems.append(f"{where} has the role {shown(named)}, expected one of {', '.join(ROLES)}")
         text, offsets, wrong = _text(content, placeholders=placeholders)
         thoughts = {each for key in THINKING if isinstance(each := message.get(key), str) and each.strip()}
-        thinks = role == "assistant" and len(thoughts) == 1
+        thinks = role == "assistant" and len(thoughts) == 1 and not text.lstrip().startswith("<think>")
         text = f"<think>\n{thoughts.pop().strip()}\n</think>\n\n{text}" if thinks else text
         read = (*keys, *LEARNT, *(THINKING if thinks else ()))
         unread = [key for key, each in message.items() if key not in read and is_set(each)]
@@ -259,7 +264,8 @@ def _text(content: Any, *, placeholders: bool) -> tuple[str, list[int], list[str
 
 def _text_problems(messages: Sequence[Message], with_images: set[int]) -> list[str]:
     texts = [message.content for message in messages]
-    markup, tag = markup_problem(*texts), next(filter(None, map(_IMAGE_TAG.search, texts)), None)
+    shown_beside = (_OTHER_PLACE.search(texts[number]) for number in sorted(with_images))
+    markup, tag = markup_problem(*texts), next(filter(None, (*map(_IMAGE_TAG.search, texts), *shown_beside)), None)
     return [
         *(["a text holds half of a surrogate pair"] if any(SURROGATE.search(text) for text in texts) else []),
         *(

@@ -40,14 +40,18 @@ ORDERS: dict[BoxOrder, tuple[str, Callable[[float, float, float, float], Box]]] 
 NO_PLAIN_BOX = {
     "iscrowd": "a crowd, no box of one object",
     "is_crowd": "a crowd, no box of one object",
+    "is_group_of": "a group, no box of one object",
     "isgroupof": "a group, no box of one object",
     "ignore": "to be ignored",
     "ignored": "to be ignored",
+    "gt_ignore": "to be ignored",
+    "ignore_flag": "to be ignored",
     "deleted": "deleted",
     "rotation": "rotated",
     "angle": "rotated",
     "theta": "rotated",
     "robndbox": "rotated",
+    "rbbox": "rotated",
 }
 """Fields of a box, in any form, which is none to be learnt if they have a value; and what it is then."""
 OWN_GROUP = r"(?:^|/)((?:\d{8}|\d{12,14})(?=_\d{1,3}(?!\d))|[^/]+(?=\.rf\.))[^/]*$"
@@ -202,13 +206,13 @@ def parse_row(row: Row, reader: Reader, form: BoxForm) -> DetectionRecord | list
             problems.append(f"{name} {box}")
         else:
             boxes.append(box)
-        if not (isinstance(category, str) and category):
+        if not (isinstance(category, str) and category.strip()):
             problems.append(f"{name} has the category {shown(category)}, expected a name")
         elif problem := markup_problem(category):
             problems.append(f"{name}: {problem}")
     if problems:
         return problems
-    categories = tuple(composed(category) for _, _, category in row.boxes)
+    categories = tuple(composed(category).strip() for _, _, category in row.boxes)
     labels = tuple(map(reader.label_of, categories))
     if not reader.empty_images and not any(labels):
         return [_nothing_asked_for(categories, reader, row.none_because)]
