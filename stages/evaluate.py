@@ -37,7 +37,7 @@ from stages.data.guards import GUARD, GUARDS_FILE, read_guard
 from stages.data.parquet import write_rows
 from stages.evaluation.generate import TextGenerator, batch_size_for, load_generator
 from stages.evaluation.llama_cpp import LlamaCpp, load_exported
-from stages.evaluation.score import Task, failures, read_completions, rebatched, summary, write_examples
+from stages.evaluation.score import Task, failures, mark_examples, read_completions, rebatched, summary
 from stages.evaluation.statistics import figures, perplexity
 from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, VllmEngine
 from stages.exporting.certificate import exported_model
@@ -47,7 +47,7 @@ from stages.planning.ladder import MAX_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
 from stages.planning.prediction import PlannedMemory, prediction_metrics, read_memory
-from stages.reporting.runs import FAILURE, GROUP_COLUMN, REBATCHED, copy_to_report, report_runs_dir
+from stages.reporting.runs import EXAMPLE_COLUMN, FAILURE, GROUP_COLUMN, REBATCHED, copy_to_report, report_runs_dir
 from stages.reporting.tracking import track_evaluation
 from stages.training.records import TrainingSummary
 
@@ -71,9 +71,10 @@ def main(name: str, attempt: int) -> None:
     for guard in params.guards if evaluation.guarded else ():
         values = [(row["nats"], row["tokens"]) for row in evaluation.guarded if row["guard"] == guard]
         metrics |= figures(f"{GUARD}{guard}", np.array(values), perplexity)
-    write(evaluation, metrics, name, task)
+    rows = write(evaluation, metrics, name, task)
     log.info("%s: %s", name, summary(metrics, task.scoring))
-    track_evaluation(params.tracking, name, metrics, Path("data/runs") / name / "examples", model=evaluation.lineage)
+    examples, examples_dir = [row for row in rows if row[EXAMPLE_COLUMN]], Path("data/runs") / name / "examples"
+    track_evaluation(params.tracking, name, metrics, examples, examples_dir, model=evaluation.lineage)
 
 
 def task_of(params: Params, name: str) -> Task:
@@ -212,12 +213,13 @@ def memory_metrics(run_dir: Path, planned: PlannedMemory) -> dict[str, float]:
     return prediction_metrics(planned.prediction, training.peak_memory_bytes, on_cpu=on_cpu)
 
 
-def write(evaluation: Evaluation, metrics: dict[str, Any], name: str, task: Task) -> None:
-    """The files of the run, and those of its report."""
+def write(evaluation: Evaluation, metrics: dict[str, Any], name: str, task: Task) -> list[dict[str, Any]]:
+    """Write the files of the run, and those of its report. Returns the rows of predictions.parquet."""
     run_dir, report_run_dir = Path("data/runs") / name, report_runs_dir(Path("data"), task.name) / name
     with atomic_folder(run_dir / "examples") as examples_dir:
-        write_examples(task.records, evaluation.rows, task.scoring, examples_dir)
-    rows, schema = evaluation.rows, task.scoring.PREDICTIONS
+        marks = mark_examples(task.records, evaluation.rows, task.scoring, examples_dir)
+    rows = [row | {EXAMPLE_COLUMN: each} for row, each in zip(evaluation.rows, marks, strict=True)]
+    schema = task.scoring.PREDICTIONS.append(pa.field(EXAMPLE_COLUMN, pa.list_(pa.string())))
     if (groups := groups_of(task.records)) is not None:
         rows = [row | {GROUP_COLUMN: group} for row, group in zip(rows, groups.tolist(), strict=True)]
         schema = schema.append(pa.field(GROUP_COLUMN, pa.int64()))
@@ -229,6 +231,7 @@ def write(evaluation: Evaluation, metrics: dict[str, Any], name: str, task: Task
     if evaluation.certificate:
         evaluation.certificate.write(report_run_dir / CERTIFICATE_FILE)
     evaluation.memory.write("evaluate", name, task=task.name)
+    return rows
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -21,7 +22,7 @@ from stages.core.provenance import records_dir
 from stages.models.certificate import QuantizationCost
 from stages.planning.memory_use import StageMemory, stage_memory_path
 from stages.planning.resolve import resolve_plan
-from stages.reporting.runs import MODEL_LINEAGE_FILE
+from stages.reporting.runs import EXAMPLE_COLUMN, EXAMPLE_KINDS, MODEL_LINEAGE_FILE
 from stages.tasks.detection.report import REPORT
 from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING
 
@@ -70,6 +71,8 @@ def write_made_up_run(
     }
     rows = {column: identity.get(column, scores) for column in (*REPORT.identity, *REPORT.columns)}
     rows["text"] = [f"completion {score}" for score in scores]
+    marks = [[f"{kind}-{index + 1}" for kind in EXAMPLE_KINDS] for index in range(num_examples)]
+    rows[EXAMPLE_COLUMN] = pa.array([*marks, *[[]] * len(scores)][: len(scores)], pa.list_(pa.string()))
     pq.write_table(pa.table(rows), run_dir / "predictions.parquet")
     figures = {
         metric.key: float(np.mean(scores if metric.evidence else scores > 0.5)) if len(scores) else 0.0
@@ -77,9 +80,8 @@ def write_made_up_run(
     }
     memory = {"memory_predicted_gib": 1.25, "memory_measured_gib": 1.5} if params else {}
     _write_json(run_dir / "metrics.json", {**figures, **memory, "samples": len(scores), "samples_per_second": 12.5})
-    for kind in ("best", "worst", "random"):
-        for rank in range(1, num_examples + 1):
-            _write_example(run_dir / "examples" / f"{kind}-{rank}.png")
+    for mark in itertools.chain(*marks):
+        _write_example(run_dir / "examples" / f"{mark}.png")
     if params is not None:
         _write_training(run_dir, name, params)
     write_lineage(run_dir, kind="base", name=name)

@@ -71,7 +71,7 @@ def incomplete(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 class Links(HTMLParser):
-    """Collects the targets of a page's links, and its ids."""
+    """Collects the targets of a page's links, its ids, its texts and what is not closed in its place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,9 +79,14 @@ class Links(HTMLParser):
         self.ids: list[str] = []
         self.tags: set[str] = set()
         self.attributes: set[str] = set()
+        self.texts: list[str] = []
+        self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
+        if tag not in ("meta", "img", "source"):
+            self.open.append(tag)
+        self.texts += [""] * (tag == "pre")
         for name, value in attrs:
             self.attributes.add(name)
             if name in ("src", "href", "srcset", "data", "poster", "action", "xlink:href"):
@@ -89,10 +94,18 @@ class Links(HTMLParser):
             if name == "id":
                 self.ids.append(value or "")
 
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, self.getpos()
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["pre"]:
+            self.texts[-1] += data
+
 
 def links(page: str) -> Links:
     parser = Links()
     parser.feed(page)
+    assert parser.open == []
     return parser
 
 
@@ -192,6 +205,35 @@ def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
     assert "<img src=x" not in page
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 20
     assert not [name for name in links(page).attributes if name.startswith("on")]
+
+
+def test_texts_of_all_models_stand_side_by_side_and_stay_texts(complete: tuple[Path, str]) -> None:
+    hostile = "<script>alert(1)</script></pre></details><b onclick=x>"
+    questions = ("Which lamp?", f"\u05e9\u05dc\u05d5\u05dd {hostile}", "Hu\u1ebf?", "Never shown")
+    console = Console(file=io.StringIO())
+    comparison = compare_task(project_params(), "detection", data_dir=complete[0], console=console)
+    runs = {}
+    for number, run in enumerate(comparison.runs):
+        texts = tuple((each, f"the answer to {each}", f"\n  {run.name}: {each}" * (number > 0)) for each in questions)
+        examples: dict[str, dict[int, Path | None]] = {"best": {number % 2: None}, "worst": {}, "random": {2: None}}
+        runs[run.name] = replace(run, texts=texts, examples=examples)
+    contenders = tuple(replace(each, runs=tuple(runs[run.name] for run in each.runs)) for each in comparison.contenders)
+    report = replace(comparison.report, shown=("text",))
+    page = render_page(replace(comparison, report=report, contenders=contenders), profile="tiny")
+    shown = links(page)
+    expected = []
+    for number in (2, 0, 1):  # the random one, then those of the models in their order
+        expected += [questions[number], f"the answer to {questions[number]}"]
+        expected += [run.texts[number][2] or "(empty)" for run in runs.values()]
+    assert [text.removeprefix("\n") for text in shown.texts] == expected
+    assert not shown.tags & {"script", "b onclick"}
+    assert "onclick" not in shown.attributes
+    assert page.count('<details class="sample card"') == 3
+    assert page.count('<details class="sample card" open>') == 1
+    assert page.count('<pre class="text" dir="auto"') == len(expected)
+    first, second = comparison.runs[:2]
+    assert f'<span class="pill">{first.name}, best</span>' in page
+    assert f"{second.name} · {second.columns['iou'][2]:.2f}</h4>" in page
 
 
 def test_origins_and_their_warnings_are_shown(tmp_path: Path) -> None:

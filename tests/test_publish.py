@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from stages.tasks.detection.report import REPORT
 from tests import ROOT
 from tests.damage import flip
 from tests.made_up_publication import RUN, made_up_workspace
-from tests.made_up_runs import names_of
+from tests.made_up_runs import made_up_ious, names_of
 from tests.tiny_families import template_of
 
 OUT = Path("data/published") / RUN
@@ -77,6 +78,25 @@ def code_of_card(question: Conversation, model_dir: Path) -> str:
     found = gather(load_params(), RUN)
     write_card(replace(found, question=question, config=read_config(model_dir), trained_dir=None), model_dir)
     return (model_dir / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+
+
+def test_the_card_shows_the_images_of_its_examples_and_of_a_text_task_the_texts(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = (publish() / "README.md").read_text()
+    images = re.findall(r"^!\[(\S+)\]\(examples/\1\) !\[\S+\]\(\S+\)", card, re.MULTILINE)
+    assert images == ["best-1.png", "worst-1.png", "random-1.png"]
+    assert "Question:" not in card
+    text_report = replace(REPORT, shown=("text",), identity=("image_id",) * 3)
+    monkeypatch.setattr("stages.tasks.detection.report.REPORT", text_report)
+    for path in Path("data").rglob("examples/*.png"):
+        path.unlink()
+    lines = (publish() / "README.md").read_text().split("Best:")[1].splitlines()
+    found = [line for line in lines[: lines.index("## Use")] if line]
+    first, second = (f"    completion {each}" for each in made_up_ious(0.6, 40, seed=1)[:2])
+    one = ["Question:", "    image-000", "Reference answer:", "    image-000", "Completion:", first]
+    other = ["Question:", "    image-001", "Reference answer:", "    image-001", "Completion:", second]
+    assert found == [*one, *other, "Worst:", *one, *other, "Random:", *one, *other]
 
 
 def test_the_code_of_a_text_models_card_gives_the_prompt_that_was_scored(

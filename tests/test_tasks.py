@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from markupsafe import escape
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from stages.core.lineage import read_lineage
@@ -179,8 +180,12 @@ def test_task_end_to_end(name: str, finished: Callable[[str], Path]) -> None:
         metrics = json.loads((run_dir / "metrics.json").read_text())
         assert metrics["samples"] == count > 0
         assert "perplexity" not in metrics or metrics["perplexity"] > 1
-        assert pq.read_table(run_dir / "predictions.parquet").num_rows == count
-        assert (run_dir / "examples/worst-1.png").is_file()
+        rows = pq.read_table(run_dir / "predictions.parquet").to_pylist()
+        assert len(rows) == count
+        assert (run_dir / "examples/best-1.png").is_file() == (name == "chat with images")
+        assert {"best-1", "worst-1", "random-1"} <= {mark for row in rows for mark in row["examples"]}
+        page = (workspace / "data/report" / case.task / "index.html").read_text()
+        assert all(escape(row["text"][:4000].strip()) in page for row in rows if row["examples"])
     assert all(0 <= metrics[score] <= 1 for score in case.scores)
     assert abs(metrics["memory_error"]) < 0.01
     assert read_plan(case.recipe, runs_dir=run_dir.parent).schedule.num_steps == 2

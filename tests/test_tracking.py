@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import wandb
@@ -78,6 +79,10 @@ def test_an_evaluation_is_tracked_with_its_metrics_examples_and_model_but_no_wei
     metrics = json.loads((run_dir / "metrics.json").read_text())
     tracked = table(media, "metrics")
     assert (tracked["columns"], tracked["data"]) == (["figure", "value"], [list(item) for item in metrics.items()])
+    rows = pq.read_table(run_dir / "predictions.parquet").to_pylist()
+    shown = table(media, "examples")
+    completions = [dict(zip(shown["columns"], each, strict=True))["text"] for each in shown["data"]]
+    assert completions == [row["text"] for row in rows if row["examples"]] != []
     examples = sorted(path.read_bytes() for path in (run_dir / "examples").glob("*.png"))
     assert sorted(path.read_bytes() for path in (media / "images").rglob("*.png")) == examples != []
     (record,) = media.parents[1].glob("*.wandb")

@@ -1,4 +1,4 @@
-"""Score a model's completions by its task, word overlaps that tasks share, and the examples that a report shows.
+"""Score a model's completions by its task, word overlaps that tasks share, and the samples that a report shows.
 
 Tasks import this module, so it imports neither torch nor transformers.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import re
-import textwrap
 import time
 import unicodedata
 from collections import defaultdict
@@ -16,9 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-import matplotlib as mpl
-from PIL import Image, ImageDraw, ImageFont
 
 from stages.core.errors import UserError, join_truncated, pluralize
 from stages.core.given_files import require_own
@@ -31,19 +27,7 @@ if TYPE_CHECKING:
     from stages.evaluation.llama_cpp import LlamaCpp
 
 EXAMPLES = 3
-"""Images of each kind."""
-INK, TRUTH_INK, PREDICTION_INK = (30, 30, 30), (0, 125, 50), (190, 20, 20)
-"""Colours of texts."""
-_WIDTH = 512
-"""Pixels: the widest image that a report shows unscaled."""
-_FONT_SIZE, _LINE_HEIGHT, _MARGIN = 12, 16, 8
-COLUMNS = (_WIDTH - 2 * _MARGIN) * 1000 // (602 * _FONT_SIZE)  # an advance of 0.602 em, as DejaVu Sans Mono has it
-"""Characters in a line of an image of text."""
-_MAX_LINES = 30
-"""Lines of one text in an example."""
-
-Lines = list[tuple[str, tuple[int, int, int]]]
-"""Text with its colour."""
+"""Samples of each kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,14 +196,15 @@ def failures(rows: Sequence[Mapping[str, Any]], scoring: ModuleType) -> dict[str
     return dict(sorted(by_kind.items()))
 
 
-def write_examples(
+def mark_examples(
     records: Sequence[Any], rows: Sequence[Mapping[str, Any]], scoring: ModuleType, out_dir: Path
-) -> None:
-    """Write best-1.png ..., worst-1.png ..., 1 the most extreme, random-1.png ..., and KIND-1.png ... of each kind of
-    failure that the task tells apart: at most EXAMPLES of each.
+) -> list[list[str]]:
+    """Choose the samples that a report shows: best-1 ..., worst-1 ..., 1 the most extreme, random-1 ..., and KIND-1 ...
+    of each kind of failure that the task tells apart: at most EXAMPLES of each.
 
     rows: of the task's `scoring`, one for each record. The random ones are the same for every model on the same
-    records, so that models can be compared.
+    records, so that models can be compared. out_dir: gets the image MARK.png of each one that the task draws.
+    Returns the marks of each row.
     """
     assert len(records) == len(rows), f"{len(rows)} rows for {len(records)} records"
     score = scoring.ordered_by(records[0])
@@ -230,39 +215,10 @@ def write_examples(
         "random": random.Random(0).sample(range(len(rows)), min(EXAMPLES, len(rows))),
         **{kind: indices[:EXAMPLES] for kind, indices in failures(rows, scoring).items()},
     }
-    out_dir.mkdir(parents=True, exist_ok=True)
+    marks: list[list[str]] = [[] for _ in rows]
     for kind, indices in chosen.items():
         for rank, index in enumerate(indices, start=1):
-            image = scoring.draw_prediction(records[index], rows[index])
-            image.save(out_dir / f"{kind}-{rank}.png", optimize=True)
-
-
-def text_image(lines: Lines) -> Image.Image:
-    """Lines of at most COLUMNS characters as an RGB image."""
-    font_path = Path(mpl.get_data_path()) / "fonts/ttf/DejaVuSansMono.ttf"  # it has all of Vietnamese
-    font = ImageFont.truetype(str(font_path), _FONT_SIZE)
-    image = Image.new("RGB", (_WIDTH, len(lines) * _LINE_HEIGHT + 2 * _MARGIN), "white")
-    draw = ImageDraw.Draw(image)
-    for number, (line, colour) in enumerate(lines):
-        draw.text((_MARGIN, _MARGIN + number * _LINE_HEIGHT), line, fill=colour, font=font)
-    return image
-
-
-def draw_completion(figure: str, question: str, truth: str, completion: str) -> Image.Image:
-    """One sample as an image: a figure, the question, the reference answer in green, and the completion in red."""
-    completion = completion if completion.strip() else "(no completion)"
-    texts = ((figure, INK), (question, INK), (truth, TRUTH_INK), (completion, PREDICTION_INK))
-    return text_image([(line, ink) for text, ink in texts for line in (*first_lines(wrapped(text), _MAX_LINES), "")])
-
-
-def wrapped(text: str) -> list[str]:
-    """Lines of at most COLUMNS characters; continuation lines are indented a little more than the first."""
-    composed = "".join(char if char.isprintable() else " " for char in unicodedata.normalize("NFC", text))
-    indent = " " * min(len(composed) - len(composed.lstrip()), COLUMNS // 2)
-    return textwrap.wrap(composed.strip(), COLUMNS, initial_indent=indent, subsequent_indent=indent + "  ") or [""]
-
-
-def first_lines(lines: list[str], count: int) -> list[str]:
-    """At most `count` lines and a note; a degenerate completion has hundreds."""
-    left_out = len(lines) - count
-    return lines if left_out <= 0 else [*lines[:count], f"... {left_out} more lines"]
+            marks[index].append(mark := f"{kind}-{rank}")
+            if hasattr(scoring, "example_image") and (image := scoring.example_image(records[index], rows[index])):
+                image.save(out_dir / f"{mark}.png", optimize=True)
+    return marks

@@ -22,7 +22,7 @@ from stages.data.conversation import Conversation
 from stages.data.splits import read_origin
 from stages.publishing.check import MODEL_CARD_FILE
 from stages.reporting.compare import Comparison, Contender
-from stages.reporting.runs import EXAMPLE_KINDS, EXAMPLES_DIR, Run
+from stages.reporting.runs import EXAMPLE_KINDS, Run
 from stages.reporting.sections import (
     comparison_table,
     cost_table,
@@ -113,13 +113,8 @@ class Publication:
 
 
 def write_card(publication: Publication, folder: Path) -> None:
-    """Write README.md, which shows the examples that the folder has."""
+    """Write README.md."""
     comparison, run, trained = publication.comparison, publication.run, publication.trained
-    examples = {
-        kind: [path.name for path in paths if (folder / EXAMPLES_DIR / path.name).is_file()]
-        for kind, paths in run.examples.items()
-        if kind in EXAMPLE_KINDS
-    }
     assert trained.plan is not None
     card = ModelCard.from_template(
         _metadata(publication),
@@ -133,7 +128,7 @@ def write_card(publication: Publication, folder: Path) -> None:
         table=comparison_table(comparison),
         insights=[each for each in comparison.insights if run.name in (each.ours, each.theirs)],
         design=[*design_words(comparison), *origin_warnings(comparison.all_runs)],
-        examples={kind: names for kind, names in examples.items() if names},
+        examples={kind: run.examples[kind] for kind in EXAMPLE_KINDS if run.examples[kind]},
         settings=_table(("Setting", "Value"), plan_settings(trained.plan).items()),
         trained=trainable_table([trained]),
         ingredients=_table(

@@ -84,8 +84,13 @@ class TaskReport:
     primary_words: str
     """The primary metric within a sentence."""
     identity: tuple[str, ...]
-    """Columns of predictions.parquet that identify a sample: its id, then its truth."""
+    """Columns of predictions.parquet that identify a sample: its id, then its truth; with `shown`, these are its id,
+    the question and the reference answer."""
     questions: tuple[Question, ...]
+    ordered_by: str
+    """The per-sample column that orders examples, as the task's `scoring.ordered_by` says."""
+    shown: tuple[str, ...] = ()
+    """Columns of text that examples show of a completion, those that are not null; empty if they are images alone."""
 
     @property
     def primary(self) -> Metric:
@@ -103,7 +108,7 @@ class TaskReport:
     @property
     def columns(self) -> tuple[str, ...]:
         """The per-sample columns that a comparison needs."""
-        needed: set[str] = set()
+        needed = {self.ordered_by}
         for metric in (metric for metric in self.measured if metric.guard is None):
             needed |= {*metric.evidence, *([metric.among] if metric.among else [])}
         return tuple(sorted(needed))
@@ -378,6 +383,7 @@ def read_task_run(params: Params, report: TaskReport, name: str, data_dir: Path)
         report_runs_dir(data_dir, report.task) / name,
         identity=report.identity,
         columns=report.columns,
+        shown=report.shown,
         trained=name in params.recipes,
         exported=name in params.exports,
         guards=[metric.guard for metric in report.metrics if metric.guard],

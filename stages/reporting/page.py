@@ -167,7 +167,8 @@ def render_page(comparison: Comparison, *, profile: str) -> str:
         scores=_score_drawing(comparison, colours),
         differences=[plot for metric in report.measured if (plot := _difference_drawing(metric, comparison))],
         curves=_curve_drawings(runs, colours),
-        galleries={run.name: _gallery(run) for run in runs if any(run.examples.values())},
+        galleries={run.name: _gallery(run) for run in runs if not report.shown and any(run.examples.values())},
+        marked=_marked(runs) if report.shown else {},
         fairness=fairness(comparison),
         origin_warnings=origin_warnings(comparison.all_runs),
         design=design_words(comparison),
@@ -200,17 +201,30 @@ def inline_image(path: Path, description: str) -> InlineImage:
 
 
 def _gallery(run: Run) -> dict[str, list[InlineImage]]:
-    """The examples of a run by kind, and how many completions there are of each kind of failure."""
-
-    def heading(kind: str) -> str:
-        count = run.metrics.get(f"{FAILURE}{kind}")
-        return kind if count is None else f"{kind.replace('_', ' ')}: {count} of {run.metrics['samples']}"
-
+    """The images of a run's examples by kind."""
     return {
-        heading(kind): [inline_image(path, f"{run.name}, {path.stem.replace('-', ' ')}") for path in paths]
-        for kind, paths in run.examples.items()
-        if paths
+        _heading(run, kind): [inline_image(path, f"{run.name}, {path.stem.replace('-', ' ')}") for path in paths]
+        for kind, examples in run.examples.items()
+        if (paths := [path for path in examples.values() if path])
     }
+
+
+def _heading(run: Run, kind: str) -> str:
+    """A kind of examples; of a kind of failure, how many completions there are."""
+    count = run.metrics.get(f"{FAILURE}{kind}")
+    return kind if count is None else f"{kind.replace('_', ' ')}: {count} of {run.metrics['samples']}"
+
+
+def _marked(runs: Sequence[Run]) -> dict[int, dict[str, InlineImage | None]]:
+    """The samples that are an example of any run, the random ones first: the kinds with the runs' names, the images."""
+    examples = [(run, kind) for run in runs for kind in run.examples]
+    marked: dict[int, dict[str, InlineImage | None]] = {}
+    for run, kind in sorted(examples, key=lambda each: each[1] != "random"):
+        for sample, path in run.examples[kind].items():
+            mark = kind if kind == "random" else f"{run.name}, {_heading(run, kind)}"
+            image = inline_image(path, f"images of {run.sample_ids[sample]}") if path else None
+            marked.setdefault(sample, {})[mark] = image
+    return marked
 
 
 def drawing(plot: Plot, *, height: float, caption: str, description: str) -> Drawing:

@@ -35,7 +35,11 @@ MODEL_LINEAGE_FILE = "model_lineage.json"
 """The lineage of the model evaluated. It has a name of its own, because lineage.json describes the folder it is in."""
 EXAMPLES_DIR = "examples"
 EXAMPLE_KINDS = ("best", "worst", "random")
-"""Example images are named KIND-anything.png."""
+EXAMPLE_COLUMN = "examples"
+"""The column of predictions.parquet that says as which examples a report shows the sample, each KIND-RANK; the image
+of one, if there is one, is KIND-RANK.png in EXAMPLES_DIR."""
+MAX_TEXT = 4_000
+"""Characters of a question, a reference answer or a completion in an example."""
 FAILURE = "failure_"
 """Begins the names of metrics that count completions by their kind of failure, of which there are examples too."""
 REBATCHED = "rebatched_"
@@ -96,14 +100,16 @@ class Run:
     """None if each sample is its own."""
     completions: tuple[str, ...] = ()
     """The completion of each sample."""
+    texts: tuple[tuple[str, ...], ...] = ()
+    """Question, reference answer and completion of each sample, as examples show them; none if they are images."""
     plan: Plan | None = None
     """None for an untrained base, as are the next two."""
     training: TrainingSummary | None = None
     certificate: MergeCertificate | None = None
     curves: Mapping[str, Curve] = field(default_factory=dict)
     """The curves that were written, by their names in CURVES."""
-    examples: Mapping[str, tuple[Path, ...]]
-    """Image files by kind, in the order of their names."""
+    examples: Mapping[str, Mapping[int, Path | None]]
+    """Numbers of samples by kind, the most extreme first, each with its image; None if the task draws none of it."""
     memory: tuple[StageMemory, ...] = ()
     """Memory of the stages that made and evaluated it, in the order in which they ran."""
     provenance: tuple[Provenance, ...] = ()
@@ -137,6 +143,7 @@ def read_run(
     *,
     identity: Sequence[str],
     columns: Sequence[str],
+    shown: Sequence[str] = (),
     trained: bool,
     exported: bool = False,
     guards: Sequence[str] = (),
@@ -147,6 +154,7 @@ def read_run(
 
     identity: columns of predictions.parquet with the id and the truth of a sample, the id first.
     columns:  numeric columns to read, one value a sample.
+    shown:    columns that examples show of a completion; identity then ends with the question and its answer.
     trained:  whether it comes from training, with a plan and a training record.
     exported: whether it is an export.
     guards:   those to read the columns guard_NAME_nats and guard_NAME_tokens of.
@@ -161,7 +169,8 @@ def read_run(
     stage = evaluation_stage(name, trained=trained, exported=exported)
     fix = rebuild(stage)
     grouped = [GROUP_COLUMN] * (GROUP_COLUMN in read_schema(predictions_path, fix=f"rebuild it with: {fix}").names)
-    rows = _read_predictions(predictions_path, [*identity, *columns, *grouped, "text"], fix)
+    needed = dict.fromkeys((*identity, *columns, *shown, *grouped, "text", EXAMPLE_COLUMN))
+    rows = _read_predictions(predictions_path, [*needed], fix)
     path = run_dir / GUARDS_FILE
     guarded = _read_predictions(path, ["guard", "id", "nats", "tokens"], fix) if path.is_file() else []
     values = {column: _numbers(rows, column, predictions_path, fix) for column in columns}
@@ -170,7 +179,6 @@ def read_run(
         values[f"{GUARD}{guard}_{column}"] = _numbers(of_guard, column, path, fix)
     lineage = read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=fix)
     metrics = read_record(dict[str, Figure], metrics_path, fix=fix)
-    kinds = (*EXAMPLE_KINDS, *(key.removeprefix(FAILURE) for key in metrics if key.startswith(FAILURE)))
     return Run(
         name=name,
         stage=stage,
@@ -183,6 +191,7 @@ def read_run(
         ),
         sample_ids=tuple(str(row[identity[0]]) for row in rows),
         completions=tuple(str(row["text"]) for row in rows),
+        texts=tuple(_texts(row, identity[1:], shown) for row in (rows if shown else ())),
         columns=values,
         guard_rows=tuple(f"{row['guard']} {row['id']}" for row in guarded if row["guard"] in guards),
         groups=_numbers(rows, GROUP_COLUMN, predictions_path, fix).astype(np.int64) if grouped else None,
@@ -194,7 +203,7 @@ def read_run(
             for figure, path in CURVES.items()
             if trained and (curve := _read_curve(run_dir / path, fix)) is not None
         },
-        examples={kind: tuple(sorted((run_dir / EXAMPLES_DIR).glob(f"{kind}-*.png"))) for kind in kinds},
+        examples=_examples(rows, run_dir / EXAMPLES_DIR),
         memory=tuple(
             StageMemory.read(path, fix=rebuild(maker))
             for maker, path in (memory_by_stage or {}).items()
@@ -247,6 +256,20 @@ def _read_predictions(path: Path, columns: Sequence[str], fix: str) -> list[dict
             f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}; rebuild it with: {fix}"
         )
     return list(read_rows(path, columns, fix=f"rebuild it with: {fix}"))
+
+
+def _examples(rows: Sequence[Mapping[str, Any]], images_dir: Path) -> dict[str, dict[int, Path | None]]:
+    found: dict[str, dict[int, Path | None]] = {kind: {} for kind in EXAMPLE_KINDS}
+    for mark, sample in sorted((mark, sample) for sample, row in enumerate(rows) for mark in row[EXAMPLE_COLUMN]):
+        path = images_dir / f"{mark}.png"
+        found.setdefault(mark.rpartition("-")[0], {})[sample] = path if path.is_file() else None
+    return found
+
+
+def _texts(row: Mapping[str, Any], asked: Sequence[str], shown: Sequence[str]) -> tuple[str, ...]:
+    texts = (*(row[name] for name in asked), "\n\n".join(row[name] for name in shown if row[name]))
+    note = "\n... {:,} more characters"
+    return tuple(text[:MAX_TEXT] + note.format(len(text) - MAX_TEXT) * (len(text) > MAX_TEXT) for text in texts)
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]], name: str, path: Path, fix: str) -> Floats:

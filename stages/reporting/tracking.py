@@ -24,6 +24,7 @@ def track_evaluation(
     tracking: TrackingParams,
     name: str,
     metrics: Mapping[str, Any],
+    examples: Sequence[Mapping[str, Any]],
     examples_dir: Path,
     *,
     model: Lineage,
@@ -31,7 +32,7 @@ def track_evaluation(
     """Send an evaluation, if wandb is among the trackers.
 
     metrics: of metrics.json; they become the run's summary, and its table `metrics`. The model is an artifact with its
-    digest and its lineage, without its weights.
+    digest and its lineage, without its weights. examples: rows of predictions.parquet; the table `examples`.
     """
     if "wandb" not in tracking.to:
         return
@@ -39,8 +40,9 @@ def track_evaluation(
         import wandb
 
         run.summary.update(dict(metrics))
-        examples = {f"examples/{path.stem}": wandb.Image(str(path)) for path in sorted(examples_dir.glob("*.png"))}
-        run.log({"metrics": _table(["figure", "value"], [list(item) for item in metrics.items()]), **examples})
+        images = {f"examples/{path.stem}": wandb.Image(str(path)) for path in sorted(examples_dir.glob("*.png"))}
+        shown = _table(list(examples[0]), [list(row.values()) for row in examples])
+        run.log({"metrics": _table(["figure", "value"], [*metrics.items()]), "examples": shown, **images})
         artifact = wandb.Artifact(name, type="model", metadata={"digest": model.digest})
         with artifact.new_file(LINEAGE_FILE) as file:
             file.write(lineage_text(model))

@@ -41,6 +41,7 @@ REPORT = TaskReport(
     primary_words="score",
     identity=("id",),
     questions=(Question("B against A", "b", "a"), Question("B against an unknown one", "b", "z")),
+    ordered_by="score",
 )
 LOSS = Metric(key="loss", heading="Loss", format=".3f", meaning="", higher_is_better=False, evidence=("loss",))
 HARDNESS = np.random.default_rng(0).normal(0, 0.1, 60)

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages.core.errors import UserError
-from stages.reporting.runs import LOSS_CURVE, MODEL_LINEAGE_FILE, Run, read_run, refuse_different_samples
+from stages.reporting.runs import LOSS_CURVE, MAX_TEXT, MODEL_LINEAGE_FILE, Run, read_run, refuse_different_samples
 from stages.reporting.sections import memory_table
 from tests.made_up_runs import made_up_memory, project_params, write_made_up_memory, write_made_up_run
 
@@ -32,7 +32,30 @@ def test_a_trained_run_is_read(tmp_path: Path) -> None:
         "training loss": list(range(1, 31)),
         "validation loss": [15, 30],
     }
-    assert [path.name for path in run.examples["worst"]] == ["worst-1.png"]
+    assert {number: path.name for number, path in run.examples["worst"].items() if path} == {0: "worst-1.png"}
+    assert run.texts == ()
+
+
+def test_the_texts_of_a_run_are_those_of_its_predictions_cut_where_they_are_long(tmp_path: Path) -> None:
+    run_dir = write_made_up_run(tmp_path, "r1-llm-only", [0.5, 0.75, 0.25], num_examples=2)
+    long = "x" * (MAX_TEXT + 1_234)
+    texts: dict[str, list[str | None]] = {
+        "asked": ["A?", long, "C?"],
+        "read": ["a", None, None],
+        "written": ["1", "", long],
+    }
+    rows = pq.read_table(run_dir / "predictions.parquet").to_pydict() | texts
+    pq.write_table(pa.table(rows), run_dir / "predictions.parquet")
+    (run_dir / "examples/best-1.png").unlink()
+    run = read_run(
+        run_dir, identity=("image_id", "asked", "text"), columns=("iou",), shown=("read", "written"), trained=False
+    )
+    assert run is not None
+    cut = f"{long[:MAX_TEXT]}\n... 1,234 more characters"
+    assert [question for question, _, _ in run.texts] == ["A?", cut, "C?"]
+    assert [answer for _, answer, _ in run.texts] == ["completion 0.5", "completion 0.75", "completion 0.25"]
+    assert [completion for _, _, completion in run.texts] == ["a\n\n1", "", cut]
+    assert [*run.examples["best"].items()] == [(0, None), (1, run_dir / "examples/best-2.png")]
 
 
 @pytest.mark.parametrize("absent", ["metrics.json", "predictions.parquet"])

@@ -22,6 +22,7 @@ from stages.core.errors import UserError, join_truncated, pluralize
 from stages.core.params import load_params
 from stages.core.records import shown
 from stages.launcher.pipeline import DeclaredStage
+from stages.reporting.runs import EXAMPLE_COLUMN, GROUP_COLUMN
 from stages.training.checkpoints import checkpoints_dir
 from tools.verify.rerun import launch, launched, stage_to_compare, temporary_workspace
 
@@ -77,7 +78,8 @@ def rerun_samples(workspace_dir: Path, name: str, num_samples: int, *, keep: boo
         launch(folder, stage)
         rows = pq.read_table(folder / predictions).to_pylist()
     for number, row in zip(numbers, rows, strict=True):
-        if different := [column for column in row if repr(row[column]) != repr(recorded[number].get(column))]:
+        compared = [each for each in row if each not in (EXAMPLE_COLUMN, GROUP_COLUMN)]  # those depend on all samples
+        if different := [column for column in compared if repr(row[column]) != repr(recorded[number].get(column))]:
             now, before = (shown(each.get(different[0])) for each in (row, recorded[number]))
             click.echo(
                 f"{name} computes something ELSE: sample {number + 1} differs in {join_truncated(different)}; "

@@ -91,6 +91,8 @@ REPORT = TaskReport(
     ),
     primary_words="perplexity",
     identity=("id", "question", "truth"),
+    ordered_by="token_probability",
+    shown=("text",),
     questions=(
         *(
             Question(f"{topic}, on {name}", ours, theirs, metric=f"perplexity_{domain}")

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -8,7 +6,7 @@ from hypothesis import strategies as st
 from stages.data.parquet import write_rows
 from stages.tasks.amr import scoring
 from stages.tasks.amr.samples import ANSWER_FORMATS, SEPARATOR, Record, encode, parse_record
-from stages.tasks.amr.scoring import PREDICTIONS, draw_prediction, score
+from stages.tasks.amr.scoring import PREDICTIONS, score
 from stages.tasks.amr.scoring.smatch import Match
 from tests.damage import damaged_text, quick
 from tests.tasks.amr.drawn import PIECES, TEXTS
@@ -88,15 +86,10 @@ def test_unproven_matches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["proven"] for row in rows] == [False, False, True]
 
 
-def test_an_example_shows_truth_and_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, rows = score(records()[:1], ["(đ / đi :agent (t / tôi"], answer_format="full")
-    image = draw_prediction(records()[0], rows[0])
-    assert (image.width, image.mode) == (512, "RGB")
-    assert {(0, 125, 50), (190, 20, 20)} <= {colour for _, colour in image.getcolors(1 << 16) or ()}
-    monkeypatch.setattr(scoring, "text_image", lambda lines: [line for line, _ in lines])
-    lines: Any = draw_prediction(records()[0], rows[0])
-    assert lines[:4] == ["F1 0.00, no graph   s0", "câu 0 .", "", "(đ / đi"]
-    assert any("2 parentheses are never closed" in line for line in lines)
+@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
+def test_true_and_predicted_graphs_of_all_formats_are_indented_alike(answer_format: str) -> None:
+    _, rows = score(records()[:1], [encode(records()[0].parsed(), answer_format)], answer_format=answer_format)
+    assert rows[0]["truth"] == rows[0]["prediction"] == "(đ / đi\n    :agent (t / tôi)\n    :time (h / hôm_qua))"
 
 
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)

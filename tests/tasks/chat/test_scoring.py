@@ -11,7 +11,7 @@ from stages.evaluation.likelihood import AnswerLikelihood
 from stages.evaluation.score import summary
 from stages.tasks.chat import scoring
 from stages.tasks.chat.samples import candidates, field_accuracy, json_fields
-from stages.tasks.chat.scoring import PREDICTIONS, draw_prediction, ordered_by, score
+from stages.tasks.chat.scoring import PREDICTIONS, example_image, ordered_by, score
 from tests.damage import VALUES, damaged_text, quick
 from tests.tasks.chat.conversations import record
 
@@ -98,5 +98,5 @@ def test_figures_are_means_of_the_rows_with_intervals(tmp_path: Path) -> None:
     write_rows(rows, tmp_path / "predictions.parquet", PREDICTIONS)
     assert [row["chrf"] for row in read_rows(tmp_path / "predictions.parquet")] == [None, None]
     assert [ordered_by(each) for each in records] == ["field_accuracy"] * 2
-    assert draw_prediction(records[0], rows[0]).width == 512
+    assert example_image(records[0], rows[0]) is None
     assert candidates([record("One?", "1", "exact")]) == []

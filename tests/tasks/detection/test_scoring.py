@@ -13,7 +13,7 @@ from PIL import Image
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.samples.boxes import Box, encode_boxes
 from stages.tasks.detection.scoring import failure, matched_ious, pairwise_iou, score
-from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, TRUTH_COLOUR, draw_prediction
+from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, TRUTH_COLOUR, example_image
 from tests.data.images import png
 from tests.tasks.detection.rows import record
 
@@ -209,7 +209,7 @@ def drawn(
     image = png((255, 255, 255), size)
     changes = {"image": image, "width": size[0], "height": size[1], **changes}
     row = {"iou": 0.5, "valid": valid, "boxes": [list(box) for box in boxes], "labels": ["lid"] * len(boxes)}
-    return draw_prediction(replace(record([TRUTH]), **changes), row)
+    return example_image(replace(record([TRUTH]), **changes), row)
 
 
 def extent(image: Image.Image, colour: tuple[int, int, int]) -> tuple[float, ...]:

@@ -20,7 +20,6 @@ from stages.tasks.moe.scoring import (
     PREDICTIONS,
     ROUGES,
     bleu,
-    draw_prediction,
     load_bleurt,
     mc1,
     mc2,
@@ -87,13 +86,11 @@ def test_routing_says_how_far_apart_the_domains_are() -> None:
     assert rows[1]["expert_load"] == [1, 0]
 
 
-def test_rows_fit_their_schema_and_pictures_show_any_text(tmp_path: Path) -> None:
+def test_rows_fit_their_schema(tmp_path: Path) -> None:
     texts = ["", "Xin chào\x00 – 书 " * 300, "$x_{1}$\n\n", RECORDS[3].best]
     _, rows = score(RECORDS, texts, likelihoods=likelihoods_of(RECORDS))
     write_rows(rows, tmp_path / "predictions.parquet", PREDICTIONS)
     assert list(read_rows(tmp_path / "predictions.parquet")) == rows
-    for record, row in zip(RECORDS, rows, strict=True):
-        assert draw_prediction(record, row).width == 512
 
 
 def test_choices_by_hand() -> None:

@@ -50,6 +50,8 @@ import pyarrow.parquet as pq
 WORD = "table"
 samples = pq.read_table("data/prepared/nutrition-tables/val.parquet").to_pylist()
 rows = [{"id": each["id"], "answer": f"{WORD} {each['id']}" if each["id"] > 3 else "no"} for each in samples]
+for number, row in enumerate(rows):  # what depends on all samples, and not on this one alone
+    row |= {"group": number, "examples": [f"random-{len(rows) - number}"]}
 pathlib.Path("data/runs/r1-llm-only").mkdir(parents=True, exist_ok=True)
 pq.write_table(pa.Table.from_pylist(rows), "data/runs/r1-llm-only/predictions.parquet")
 """

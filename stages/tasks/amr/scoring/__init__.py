@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from PIL import Image
 
 from stages.data.groups import groups_of
-from stages.evaluation.score import INK, PREDICTION_INK, TRUTH_INK, Lines, first_lines, text_image, wrapped
 from stages.evaluation.statistics import bootstrap, corpus_f1
 from stages.tasks.amr.samples import Record, decode, repaired
-from stages.tasks.amr.samples.graphs import Node, canonical, penman_line, penman_lines, read_graph
+from stages.tasks.amr.samples.graphs import Node, penman_lines, read_graph
 from stages.tasks.amr.scoring.smatch import TIME_LIMIT_S, as_written, best_match, normalized, triples_of
 
 PREDICTIONS = pa.schema(
@@ -46,9 +44,6 @@ PREDICTIONS = pa.schema(
 
 SUMMARY = ("smatch_f1", "smatch_precision", "smatch_recall", "invalid", "unproven", "samples")
 """Figures of metrics.json that the log shows."""
-
-_MAX_LINES = 60
-"""Lines of one graph in an example."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +123,8 @@ def _row(record: Record, text: str, answer_format: str, time_limit_s: float) -> 
         "text": text,
         "valid": decoded.valid,
         "problem": decoded.problem,
-        "prediction": None if decoded.graph is None else penman_line(canonical(decoded.graph)),
-        "truth": record.canonical,
+        "prediction": None if decoded.graph is None else penman_lines(decoded.graph),
+        "truth": penman_lines(gold),
         "f1": strict.f1,
         "matched": strict.matched,
         "predicted": strict.predicted,
@@ -153,22 +148,3 @@ def failure(row: Mapping[str, Any]) -> str | None:
     if not row["valid"]:
         return "no_graph"
     return "mostly_wrong" if row["f1"] < 0.5 else None
-
-
-def draw_prediction(_: Record, row: Mapping[str, Any]) -> Image.Image:
-    """One sample as an RGB image: the sentence, the true graph in green, and below it the predicted one in red."""
-    counts = f"{row['matched']} of {row['predicted']} predicted and {row['gold']} gold triples"
-    figure = f"F1 {row['f1']:.2f}, {counts}" if row["valid"] else "F1 0.00, no graph"
-    if row["valid"]:
-        predicted = _graph_lines(row["prediction"])
-    else:
-        predicted = first_lines([*wrapped(row["problem"]), *wrapped(row["text"])], _MAX_LINES)
-    lines: Lines = [(line, INK) for line in (*wrapped(f"{figure}   {row['id']}"), *wrapped(row["sentence"]), "")]
-    lines += [(line, TRUTH_INK) for line in _graph_lines(row["truth"])]
-    lines += [("", INK), *((line, PREDICTION_INK) for line in predicted)]
-    return text_image(lines)
-
-
-def _graph_lines(graph: str) -> list[str]:
-    lines = penman_lines(read_graph(graph)).split("\n")
-    return first_lines([part for line in lines for part in wrapped(line)], _MAX_LINES)

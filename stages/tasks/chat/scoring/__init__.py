@@ -14,7 +14,7 @@ from PIL import Image
 from stages.core.errors import UserError
 from stages.data.groups import groups_of
 from stages.data.texts import TextMetric
-from stages.evaluation.score import draw_completion, rouge, token_f1
+from stages.evaluation.score import rouge, token_f1
 from stages.evaluation.statistics import figures, perplexity
 from stages.tasks.chat.samples import Record, field_accuracy, json_fields, without_thinking
 
@@ -56,6 +56,8 @@ SUMMARY = ("perplexity", *(name for names in COLUMNS.values() for name in names)
 
 _MAX_IMAGES = 4
 """Images of a conversation that an example shows."""
+_WIDTH = 512
+"""Pixels of them in a row."""
 
 
 def score(
@@ -116,20 +118,14 @@ def ordered_by(record: Record) -> str:
     return COLUMNS[record.metrics[0]][0]
 
 
-def draw_prediction(record: Record, row: Mapping[str, Any]) -> Image.Image:
-    """One sample as an RGB image: the last images of the conversation in a row, and the texts below."""
-    score = ordered_by(record)
-    figure = f"{score.replace('_', ' ')} {row[score]:.2f}   {row['id']}"
-    texts = draw_completion(figure, row["question"], row["truth"], row["text"])
-    if not record.shown_images:
-        return texts
+def example_image(record: Record, _: Mapping[str, Any]) -> Image.Image | None:
+    """The last images of a conversation in a row, as one RGB image; None without any."""
     images = [image.open_image() for image in record.shown_images[-_MAX_IMAGES:]]
-    width = texts.width // len(images)
+    if not images:
+        return None
     for image in images:
-        image.thumbnail((width, texts.width // 2))
-    top = max(image.height for image in images)
-    drawn = Image.new("RGB", (texts.width, top + texts.height), "white")
+        image.thumbnail((_WIDTH // len(images), _WIDTH // 2))
+    drawn = Image.new("RGB", (_WIDTH, max(image.height for image in images)), "white")
     for place, image in enumerate(images):
-        drawn.paste(image, (place * width, 0))
-    drawn.paste(texts, (0, top))
+        drawn.paste(image, (place * _WIDTH // len(images), 0))
     return drawn

@@ -27,7 +27,7 @@ from stages.data.groups import groups_of
 from stages.evaluation.statistics import Floats, Groups, figures
 from stages.tasks.detection.samples import DetectionRecord
 from stages.tasks.detection.samples.boxes import Box, Decoded, codec_of, decode_boxes
-from stages.tasks.detection.scoring.drawing import draw_prediction as draw_prediction
+from stages.tasks.detection.scoring.drawing import example_image as example_image
 
 PREDICTIONS = pa.schema(
     [

@@ -18,7 +18,7 @@ PREDICTION_COLOUR = (225, 25, 25)
 _LINE, _FONT_SIZE = 3, 15
 
 
-def draw_prediction(record: DetectionRecord, row: Mapping[str, Any]) -> Image.Image:
+def example_image(record: DetectionRecord, row: Mapping[str, Any]) -> Image.Image:
     """One sample as an RGB image at most MAX_WIDTH wide: truth thin and green, prediction red, the IoU above."""
     several = len(record.asked) > 1
     predicted = list(zip(row["boxes"], row["labels"] if several else [None] * len(row["boxes"]), strict=True))

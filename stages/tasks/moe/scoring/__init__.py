@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import sacrebleu
-from PIL import Image
 
 from stages.core.errors import UserError
 from stages.data.groups import groups_of
-from stages.evaluation.score import draw_completion, rouge
+from stages.evaluation.score import rouge
 from stages.evaluation.statistics import UNAVAILABLE, Groups, figures, perplexity
 from stages.models.folders import check_model_folder
 from stages.tasks.moe.samples import DOMAINS, Record
@@ -251,8 +250,3 @@ def load_bleurt(folder: Path = BLEURT_DIR) -> Measure | None:
 def ordered_by(_: Record) -> str:
     """The column that ranks samples from worst to best."""
     return "token_probability"
-
-
-def draw_prediction(_: Record, row: Mapping[str, Any]) -> Image.Image:
-    figure = f"probability of a token {row['token_probability']:.2f}   {row['domain']}, {row['id']}"
-    return draw_completion(figure, row["question"], row["truth"], row["text"])
