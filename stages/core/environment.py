@@ -124,16 +124,18 @@ ON_ONE_NODE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Processes that train together in a container without a network meet on its only interface."""
 
 
-def stage_environment(stage: str, caller: Mapping[str, str], *, network: bool, terminal: bool) -> dict[str, str]:
+def stage_environment(
+    stage: str, caller: Mapping[str, str], *, network: bool, terminal: bool, native: bool = False
+) -> dict[str, str]:
     """The whole environment of a stage that runs as a process.
 
     caller: the environment of whoever starts it. network: whether the stage may use it. terminal: whether a person
-    watches its output on one.
+    watches its output on one. native: whether it may use all instructions of this CPU.
     """
     passed = _passed(stage, caller, PASSED | OF_THE_MACHINE, network=network)
     if "LD_LIBRARY_PATH" in passed:
         passed["LD_LIBRARY_PATH"] = library_path(passed["LD_LIBRARY_PATH"])
-    return passed | _given(caller, network=network, terminal=terminal)
+    return passed | _given(caller, network=network, terminal=terminal, native=native)
 
 
 def library_path(folders: str) -> str:
@@ -147,7 +149,7 @@ def library_path(folders: str) -> str:
 
 
 def container_environment(
-    stage: str, caller: Mapping[str, str], *, network: bool, terminal: bool, num_nodes: int = 1
+    stage: str, caller: Mapping[str, str], *, network: bool, terminal: bool, native: bool = False, num_nodes: int = 1
 ) -> tuple[list[str], dict[str, str]]:
     """(names of the caller's variables that a container gets, the variables that it is given)."""
     passed = _passed(stage, caller, PASSED, network=network)
@@ -155,7 +157,7 @@ def container_environment(
     # docker passes the proxies of its own configuration, password included, unless they are set.
     proxies = {} if network else dict.fromkeys(sorted(PROXIES), "")
     meeting = ON_ONE_NODE if num_nodes == 1 else {}
-    given = _given(caller, network=network, terminal=terminal) | CONTAINER | meeting | proxies
+    given = _given(caller, network=network, terminal=terminal, native=native) | CONTAINER | meeting | proxies
     return sorted(passed.keys() - given.keys()), given
 
 
@@ -174,8 +176,9 @@ def _passed(stage: str, caller: Mapping[str, str], names: frozenset[str], *, net
     return {name: value for name, value in caller.items() if name in names or name.startswith(prefixes)}
 
 
-def _given(caller: Mapping[str, str], *, network: bool, terminal: bool) -> dict[str, str]:
-    return SET | pinned_instructions(caller) | ({} if terminal else NO_TERMINAL) | ({} if network else OFFLINE)
+def _given(caller: Mapping[str, str], *, network: bool, terminal: bool, native: bool) -> dict[str, str]:
+    instructions = pinned_instructions(caller, native=native)
+    return SET | instructions | ({} if terminal else NO_TERMINAL) | ({} if network else OFFLINE)
 
 
 AVX2 = {
@@ -194,8 +197,13 @@ With MKL_CBWR=COMPATIBLE their matrix products agree, in about twice the time; M
 CPUINFO = Path("/proc/cpuinfo")
 
 
-def pinned_instructions(caller: Mapping[str, str]) -> dict[str, str]:
-    """Variables that hold a stage to AVX2; none if the CPU has no AVX2, as Arm's. A caller's MKL_CBWR stays."""
+def pinned_instructions(caller: Mapping[str, str], *, native: bool = False) -> dict[str, str]:
+    """Variables that hold a stage to AVX2; none if the CPU has no AVX2, as Arm's. A caller's MKL_CBWR stays.
+
+    native: hold it to nothing; MKL then takes what this CPU has, in a form that is the same from run to run.
+    """
+    if native:
+        return {"MKL_CBWR": caller.get("MKL_CBWR", "AUTO")}
     has_avx2 = {"avx2", "fma"} <= set((_cpuinfo("flags") or "").split())
     return {**AVX2, "MKL_CBWR": caller.get("MKL_CBWR", AVX2["MKL_CBWR"])} if has_avx2 else {}
 

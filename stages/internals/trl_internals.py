@@ -18,6 +18,14 @@ def has_triton() -> bool:
     return bool(chunked_logprob._TRITON_AVAILABLE)
 
 
+@contextmanager
+def scoring_answers_only() -> Iterator[None]:
+    """The fused loss scores tokens with a label alone on every device, as on a GPU; on a CPU it would score them all
+    (trl/trainer/utils.py: a compiler may want one shape, but nothing is compiled here)."""
+    with patch.object(trl_trainer, "_use_triton", lambda _: True):
+        yield
+
+
 def launch_where_tensors_are() -> None:
     """Guard both kernels of the fused loss (trl/kernels/chunked_logprob.py), forward and backward, in this process."""
     for name in ("_forward_kernel", "_backward_kernel"):

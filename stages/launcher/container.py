@@ -199,7 +199,12 @@ class SealedEngine:
     def variables(self, request: Request, *, terminal: bool) -> tuple[list[str], dict[str, str]]:
         """(names of the caller's variables that a container gets, further variables with their values)."""
         passed, given = container_environment(
-            request.stage, request.caller, network=request.network, terminal=terminal, num_nodes=request.num_nodes
+            request.stage,
+            request.caller,
+            network=request.network,
+            terminal=terminal,
+            native=request.native,
+            num_nodes=request.num_nodes,
         )
         own = {"BAKEOFF_IMAGE": self.image[1]}
         return passed, {**given, **request.variables(self.image), **own}

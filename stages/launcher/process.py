@@ -113,7 +113,9 @@ class ProcessEngine:
         killed. If the kernel killed it because memory ran out, the code is OUT_OF_MEMORY.
         """
         terminal = sys.stderr.isatty()
-        environment = stage_environment(request.stage, request.caller, network=request.network, terminal=terminal)
+        environment = stage_environment(
+            request.stage, request.caller, network=request.network, terminal=terminal, native=request.native
+        )
         environment |= request.variables(None)
         if request.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in request.gpus)

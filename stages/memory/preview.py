@@ -79,8 +79,18 @@ def preview(
         replace(plan, base_dir=str(base_dir), model_type=config.model_type), params.active.memory
     )
     fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=capacity_bytes(plan.device))
-    said = tuple(filter(None, (unlisted_words(config.model_type), *notes, *choices)))
+    said = tuple(filter(None, (unlisted_words(config.model_type), emulation_words(plan), *notes, *choices)))
     return Preview(params=params, fit=fit, predict=predict, lengths=lengths, notes=said)
+
+
+def emulation_words(plan: Plan) -> str:
+    """Advice if a CPU emulates the plan's precision, as it is held to AVX2; otherwise ""."""
+    if plan.on_gpu or plan.memory.precision == "fp32" or not (plan.instructions or "").startswith("avx2"):
+        return ""
+    return (
+        f"{plan.memory.precision} is emulated with AVX2, some thirty times slower than fp32; set memory.precision to "
+        "fp32, or memory.instructions to native if this CPU has AVX512_BF16 or AMX"
+    )
 
 
 def with_data(

@@ -31,7 +31,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import LrSchedule, Part, ScheduleOptions
 from stages.internals.accelerate_internals import use_fp16_on_cpu
 from stages.internals.torch_internals import cpu_peak
-from stages.internals.trl_internals import metric_sums, set_metric_sums, set_token_count
+from stages.internals.trl_internals import metric_sums, scoring_answers_only, set_metric_sums, set_token_count
 from stages.models.adapters import count_trainable, part_of
 from stages.models.load import check_placement, full_tensor, reshard, to_local
 from stages.models.prompts import Processor
@@ -97,7 +97,8 @@ class RecipeTrainer(ResumableTrainer):
             inputs["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=(features,))}
         num_items = num_items_in_batch.to(self.model.get_output_embeddings().weight.device)
         tokens_before, alpha = metric_sums(self)["tokens"], self.plan.recipe.neftune_alpha
-        with noisy_embeddings(self.model, inputs, alpha) if alpha and self.model.training else nullcontext():
+        noise = noisy_embeddings(self.model, inputs, alpha) if alpha and self.model.training else nullcontext()
+        with scoring_answers_only(), noise:
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items)
         if "attention_mask" not in inputs:  # SFTTrainer counts the rows of Qwen2-VL's positions
             tokens = torch.tensor(inputs["input_ids"].shape[1], device=self.args.device)

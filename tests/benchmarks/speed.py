@@ -29,6 +29,7 @@ from trl import SFTConfig, SFTTrainer
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, LimitParams
 from stages.core.tasks import load_task
+from stages.data.conversation import Conversation
 from stages.data.prepared import prepare
 from stages.evaluation.generate import completeness_test, generate_completions
 from stages.internals.accelerate_internals import reset_accelerator
@@ -150,7 +151,7 @@ class Bench:
         asked = samples_for(self.samples, load_config(Path(plan.base_dir)).model_type, processor)
         converse = partial(asked.conversation, answered=True, answer_format=plan.recipe.answer_format)
         conversations = list(map(converse, self.records))
-        rows = {"messages": [each.messages for each in conversations]}
+        rows = {"messages": [plain_messages(each) for each in conversations]}
         if conversations[0].images:
             rows["images"] = [[image.open_image() for image in each.images] for each in conversations]
         model = load_base(plan)
@@ -188,6 +189,13 @@ class Bench:
         began = now_s()
         generate_completions(model, processor, questions, batch_size=batch_size, **limits)
         return now_s() - began
+
+
+def plain_messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """Messages as a script has them: contents are texts if there is no image."""
+    if conversation.images:
+        return conversation.messages
+    return [{**turn, "content": "".join(part["text"] for part in turn["content"])} for turn in conversation.messages]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The variables that reach a stage, the instructions that it computes by, and work in threads."""
 
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -37,13 +38,17 @@ Environment = Callable[..., dict[str, str]]
 
 
 def on_machine(
-    stage: str, caller: Mapping[str, str], *, network: bool = False, terminal: bool = True
+    stage: str, caller: Mapping[str, str], *, network: bool = False, terminal: bool = True, native: bool = False
 ) -> dict[str, str]:
-    return stage_environment(stage, caller, network=network, terminal=terminal)
+    return stage_environment(stage, caller, network=network, terminal=terminal, native=native)
 
 
-def in_container(stage: str, caller: Mapping[str, str], *, network: bool = False, num_nodes: int = 1) -> dict[str, str]:
-    passed, given = container_environment(stage, caller, network=network, terminal=True, num_nodes=num_nodes)
+def in_container(
+    stage: str, caller: Mapping[str, str], *, network: bool = False, native: bool = False, num_nodes: int = 1
+) -> dict[str, str]:
+    passed, given = container_environment(
+        stage, caller, network=network, terminal=True, native=native, num_nodes=num_nodes
+    )
     return {name: caller[name] for name in passed} | given
 
 
@@ -115,8 +120,11 @@ def cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("environment", [on_machine, in_container])
-def test_a_stage_computes_by_avx2_if_the_cpu_has_it(environment: Environment, cpuinfo: Path) -> None:
+def test_a_stage_computes_by_avx2_if_the_cpu_has_it_and_is_not_native(environment: Environment, cpuinfo: Path) -> None:
     assert environment("train", {"ATEN_CPU_CAPABILITY": "avx512"}).items() >= AVX2.items()
+    native = environment("train", {}, native=True)
+    assert {name: native[name] for name in AVX2.keys() & native.keys()} == {"MKL_CBWR": "AUTO"}
+    assert (instruction_set(native), arithmetic(native)) == (platform.machine(), "AMD EPYC")
     cpuinfo.write_text("flags\t\t: fma avx\n")
     assert not environment("train", {}).keys() & AVX2.keys()
 

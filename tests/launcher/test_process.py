@@ -1,5 +1,6 @@
 """The process engine, through the real launcher and on stages that follow orders."""
 
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stages.core.environment import pinned_instructions
 from stages.core.errors import OUT_OF_MEMORY
 from stages.core.signals import ENDING, handling
 from stages.launcher import process
@@ -36,6 +38,7 @@ if what == "report":
     note(os.getcwd())
     note(sys.executable)
     note(os.environ.get("GITHUB_TOKEN"))
+    note(os.environ.get("ATEN_CPU_CAPABILITY"))
     note(sys.argv[2:])
 if what == "wait":
     if "saving" in sys.argv:
@@ -104,9 +107,17 @@ def test_exit_code_is_the_stages_and_a_failure_is_not_repeated(start: Start, wor
     assert notes(workspace).count("once") == 1
 
 
-def test_stage_has_its_own_options_and_workspace_and_no_secret(start: Start, workspace: Path) -> None:
+@pytest.mark.parametrize("instructions", ["avx2", "native"])
+def test_stage_has_its_own_options_workspace_and_instructions_and_no_secret(
+    start: Start, workspace: Path, instructions: str
+) -> None:
+    (settings := workspace / "params.yaml").write_text(
+        re.sub(r"memory: \{", f"memory: {{instructions: {instructions}, ", settings.read_text())
+    )
     assert start("train", "report", "--help", "-x", GITHUB_TOKEN="secret").ended() == 0
-    assert notes(workspace) == [str(workspace), str(Path(sys.prefix) / "bin/python"), "None", "['--help', '-x']"]
+    held = {"native": {}, "avx2": pinned_instructions({})}[instructions].get("ATEN_CPU_CAPABILITY")
+    here = [str(workspace), str(Path(sys.prefix) / "bin/python")]
+    assert notes(workspace) == [*here, "None", str(held), "['--help', '-x']"]
 
 
 @pytest.mark.parametrize("number", ENDING)

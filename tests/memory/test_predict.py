@@ -10,6 +10,7 @@ from stages.core.params.schema import DeviceParams
 from stages.memory import predict as predictor
 from stages.memory.calibration import load_calibration
 from stages.memory.predict import Depth, depth_of, sample_depths
+from stages.memory.preview import emulation_words
 from stages.models.load import meta_model
 from tests.memory.small import (
     CUDA,
@@ -157,3 +158,20 @@ def test_a_gpu_holds_a_context_and_workspaces_too_and_a_cpu_nothing() -> None:
     assert on_gpu.low_bytes == round(on_gpu.total_bytes * (1 + CALIBRATION.reserved_error_low.value))
     assert on_gpu.high_bytes == round(on_gpu.total_bytes * (1 + CALIBRATION.reserved_error_high.value))
     assert on_cpu.high_bytes == round(on_cpu.total_bytes * (1 + predictor.CPU_ERRORS[1]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "emulated"),
+    [
+        ({"precision": "bf16", "instructions": "avx2"}, True),
+        ({"precision": "fp16", "instructions": "avx2, MKL_CBWR=COMPATIBLE"}, True),
+        ({"precision": "bf16", "instructions": "x86_64"}, False),
+        ({"precision": "bf16", "instructions": None}, False),
+        ({"precision": "fp32", "instructions": "avx2"}, False),
+        ({"precision": "bf16", "instructions": "avx2", "device": DeviceParams(kind="cuda")}, False),
+    ],
+)
+def test_a_plan_says_that_a_cpu_emulates_its_precision(changes: dict[str, Any], emulated: bool) -> None:
+    words = emulation_words(changed(plan_of(**FULL), **changes))
+    assert bool(words) == emulated
+    assert not emulated or words.startswith(changes["precision"])

@@ -20,6 +20,7 @@ from torch.optim import AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, get_scheduler
+from trl.trainer import utils as trl_trainer
 
 from stages.core.errors import UserError
 from stages.core.params.schema import CheckpointParams, DeviceParams, LrSchedule, PartsParams, ScheduleOptions
@@ -27,6 +28,7 @@ from stages.models.adapters import apply_recipe, count_trainable, part_of
 from stages.models.load import check_placement, load_model
 from stages.planning.ladder import rungs
 from stages.planning.plan import Plan
+from stages.training.batches import IGNORED
 from stages.training.checkpoints import kept_checkpoints
 from stages.training.muon import MuonWithAdamW
 from stages.training.records import LOSS, TrainingSummary
@@ -196,6 +198,24 @@ def test_a_micro_batch_costs_no_visit_of_every_module_or_parameter(
         found.append([*visits.values(), waits.count])
     assert found[0][:2] == found[1][:2]
     assert (found[0][2] - found[1][2]) / 4 < 9, "Trainer's filter of losses that are not finite takes two more"
+
+
+def test_the_fused_loss_scores_the_tokens_of_answers_alone(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[int] = []
+    fused = trl_trainer._ChunkedLogProbFunction.apply
+
+    def counted(hidden: torch.Tensor, *rest: Any) -> Any:
+        scored.append(len(hidden))
+        return fused(hidden, *rest)
+
+    monkeypatch.setattr(trl_trainer, "_ChunkedLogProbFunction", SimpleNamespace(apply=counted))
+    trainer = build(plan_for("r1-llm-only", epochs=1, samples=4))
+    trainer.remove_callback(trainer.rehearsal)
+    batch = next(iter(trainer.get_train_dataloader()))
+    answers = int((batch["labels"][:, 1:] != IGNORED).sum())
+    trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(answers))
+    assert scored == [answers]
+    assert answers < batch["labels"].numel() / 2
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -48,8 +48,9 @@ def main(name: str, alone: bool, port: int | None) -> None:
     configure_logging(f"try {name}")
     if find_spec("gradio") is None:
         raise UserError("gradio is not installed; install it with: make setup EXTRAS=try")
-    os.environ |= pinned_instructions(os.environ)  # torch reads them when it is imported
     params = load_params()
+    native = params.active.memory.instructions == "native"
+    os.environ |= pinned_instructions(os.environ, native=native)  # torch reads them when it is imported
     task = params.subject(name).task
     form = FORMS.get(task, Form)(params, name)
     with tempfile.TemporaryDirectory() as scratch:

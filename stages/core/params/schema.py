@@ -20,6 +20,7 @@ Loss = Literal["assistant-only", "all-tokens", "router-labels"]
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 PaddingFree = Literal["auto", "on", "off"]
 Kernels = Literal["auto", "off"]
+Instructions = Literal["avx2", "native"]
 Optimizer = Literal[
     "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "lion_32bit", "muon", "adafactor"
 ]
@@ -186,6 +187,9 @@ class StepParams:
 class MemoryParams(StepParams):
     quantization: Literal["none"] | None = None
     """none: train every recipe on unquantized weights; null: as the recipe says."""
+    instructions: Instructions = "avx2"
+    """avx2: a CPU gives the same bits as every CPU of its maker. native: it uses all it has, such as AVX-512 and AMX.
+    That is faster, in bf16 by far, and gives the same bits on this model of CPU only."""
     padding_free: PaddingFree = "auto"
     """Samples of a micro-batch concatenated in one row, without padding. auto: where that is faster; on: wherever it
     computes the same."""
