@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,7 @@ def evaluate_file(name: str, task: Task, path: Path) -> Evaluation:
 def guard_rows(guards: Iterable[str], generator: TextGenerator | LlamaCpp) -> list[dict[str, Any]]:
     """Rows of GUARDED, by this model, which reads the guards' rows one by one."""
     rows = [(guard, row) for guard in guards for row in read_guard(guard)]
-    found = generator.likelihoods([row for _, row in rows], 1)
+    found = replace(generator, batch_size=1).likelihoods([row for _, row in rows])
     return [
         {"guard": guard, "id": row.sample_id, "nats": -each.sum_logprob, "tokens": float(each.num_tokens)}
         for (guard, row), each in zip(rows, found, strict=True)

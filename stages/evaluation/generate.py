@@ -42,6 +42,19 @@ GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": N
 """Sampling and penalties of a checkpoint's generation_config.json are ignored."""
 
 
+class Progress:
+    """Logs how many of a number are done, and how fast: every LOG_INTERVAL_S, and at the end."""
+
+    def __init__(self, text: str, total: int) -> None:
+        self.text, self.total = text, total
+        self.started = self.logged = time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        if (now := time.monotonic()) - self.logged > LOG_INTERVAL_S or done == self.total:
+            self.logged = now
+            log.info(self.text, done, self.total, done / (now - self.started))
+
+
 class Completion(str):  # noqa: SLOT000 - it has an attribute
     """The text of a completion, special tokens kept, without the end of its turn."""
 
@@ -80,12 +93,11 @@ class TextGenerator:
             complete=completeness_test(self.samples, self.answer_format),
         )
 
-    def likelihoods(self, conversations: Sequence[Conversation], batch_size: int = 0) -> list[AnswerLikelihood]:
-        """Likelihood of the answers in each answered conversation, in order. batch_size: 0 for as many as generation
-        reads at once."""
+    def likelihoods(self, conversations: Sequence[Conversation]) -> list[AnswerLikelihood]:
+        """Likelihood of the answers in each answered conversation, in order."""
         from stages.evaluation.likelihood import answer_log_likelihoods
 
-        at_once, limit = batch_size or prefill_batch_size(self.batch_size), self.settings.max_length
+        at_once, limit = prefill_batch_size(self.batch_size), self.settings.max_length
         return answer_log_likelihoods(self.model, self.processor, conversations, batch_size=at_once, max_length=limit)
 
     def routing(self, conversations: Sequence[Conversation]) -> list[Routing] | None:
@@ -173,16 +185,13 @@ def generate_completions(
     batches = encoded_batches(
         processor, questions, prefill_batch_size(batch_size), padding_side="left", max_length=room
     )
-    started = logged = time.monotonic()
+    progress = Progress("completions %d/%d  %.1f samples/s", len(questions))
     completions: dict[int, Completion] = {}
     for index, tokens in generated_tokens(
         model, batches, is_whole, batch_size=batch_size, max_new_tokens=max_new_tokens
     ):
         completions[index] = completion_of(tokenizer, tokens, ends, complete)
-        if (now := time.monotonic()) - logged > LOG_INTERVAL_S or len(completions) == len(questions):
-            logged = now
-            count = len(completions)
-            log.info("completions %d/%d  %.1f samples/s", count, len(questions), count / (now - started))
+        progress(len(completions))
     if num_cut := sum(completion.is_cut for completion in completions.values()):
         log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), max_new_tokens)
     return [completions[index] for index in range(len(questions))]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -13,14 +11,12 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.data.conversation import Conversation
-from stages.evaluation.generate import LOG_INTERVAL_S, encoded_batches
+from stages.evaluation.generate import Progress, encoded_batches
 from stages.mixture.certificate import Routing
 from stages.mixture.routing import outputs_of, routers_of, routing_by_row
 from stages.models.forward import forward_from
 from stages.models.prompts import Processor
 from stages.planning.ladder import LOGIT_ROWS
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ def answer_log_likelihoods(
     model's precision, and only for tokens of the answers, LOGIT_ROWS at a time.
     """
     likelihoods: dict[int, AnswerLikelihood] = {}
-    started = logged = time.monotonic()
+    progress = Progress("scored %d/%d completions  %.1f/s", len(conversations))
     for indices, batch in encoded_batches(
         processor, conversations, batch_size, padding_side="right", max_length=max_length, mark_answers=True
     ):
@@ -56,15 +52,18 @@ def answer_log_likelihoods(
         sums = _sums(model, inputs, in_answer)
         for index, total, tokens in zip(indices, sums, in_answer.sum(dim=1).tolist(), strict=True):
             likelihoods[index] = AnswerLikelihood(total, tokens)
-        if (now := time.monotonic()) - logged > LOG_INTERVAL_S or len(likelihoods) == len(conversations):
-            logged, rate = now, len(likelihoods) / (now - started)
-            log.info("scored %d/%d completions  %.1f/s", len(likelihoods), len(conversations), rate)
-    if broken := sum(not isfinite(each.sum_logprob) for each in likelihoods.values()):
+        progress(len(likelihoods))
+    return finite([likelihoods[index] for index in range(len(conversations))])
+
+
+def finite(likelihoods: list[AnswerLikelihood]) -> list[AnswerLikelihood]:
+    """These likelihoods. Raises UserError if one is not a number."""
+    if broken := sum(not isfinite(each.sum_logprob) for each in likelihoods):
         raise UserError(
             f"{broken} of {len(likelihoods)} answers have no likelihood, as the model's figures are not finite: they "
             "overflow, or its weights are not"
         )
-    return [likelihoods[index] for index in range(len(conversations))]
+    return likelihoods
 
 
 def _sums(model: PreTrainedModel, inputs: dict[str, torch.Tensor], in_answer: torch.Tensor) -> list[float]:

@@ -1,7 +1,8 @@
 """Exports in an evaluation. llama.cpp runs a GGUF file, which completes as it will where it is deployed.
 
 `xllamacpp` runs llama.cpp's own server in this process, on loopback. Prompts are token ids of our own template, many in
-one request, which the server takes in order: two runs batch alike. Decoding is greedy.
+one request, which the server takes in order: two runs batch alike. Decoding is greedy. Likelihoods are of llama.cpp's C
+API, one text after the other.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -20,31 +20,26 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from stages.core.environment import usable_cores
-from stages.core.errors import UserError, pluralize
+from stages.core.errors import pluralize
 from stages.core.params.schema import EvaluationParams, Params
 from stages.data.conversation import Conversation
 from stages.evaluation.generate import (
     Completion,
+    Progress,
     TextGenerator,
     complete_length,
     completeness_test,
     completion_of,
     load_generator,
 )
-from stages.evaluation.likelihood import AnswerLikelihood
+from stages.evaluation.likelihood import AnswerLikelihood, finite
+from stages.evaluation.llama_api import log_probs
 from stages.exporting.certificate import require_llama_cpp
 from stages.models.folders import GGUF_FILE
 from stages.models.prompts import Processor, encode, end_tokens, load_processor, tokenizer_of
 from stages.planning.memory_use import MemoryLog
 
 log = logging.getLogger(__name__)
-
-FORCED = 1e9
-"""Added to the logit of a token that is to be chosen. The log-probabilities that are reported are without it."""
-
-UNDERFLOW = math.log(2.0**-149)
-"""Stands for log-probabilities below those of llama.cpp's floats, which it does not report."""
 
 
 @dataclass(kw_only=True)
@@ -62,6 +57,8 @@ class LlamaCpp:
     settings: EvaluationParams
     url: str = field(init=False, default="")
     """Address of a server, which lives as long as this object."""
+    server: Any = field(init=False, default=None)
+    """llama.cpp's, from `_serve`."""
     shape: tuple[int, int] = field(init=False, default=(0, 0))
     """Sequences at once of that server, and the tokens that each has room for."""
 
@@ -90,28 +87,28 @@ class LlamaCpp:
         self.reserve(questions)
         prompts, limit = [self._ids(question)[0] for question in questions], self.settings.max_new_tokens
         request = {"n_predict": limit, "temperature": 0, "return_tokens": True, "cache_prompt": False}
-        started, at_once, generated = time.monotonic(), self.batch_size * 8, list[list[int]]()
+        progress, generated = Progress("completions %d/%d  %.1f samples/s", len(prompts)), list[list[int]]()
+        at_once = self.batch_size * 8
         for first in range(0, len(prompts), at_once):
             events = _post(f"{self.url}/completion", request | {"prompt": prompts[first : first + at_once]})
             events = events if isinstance(events, list) else [events]  # of a single prompt
             generated += [event["tokens"] for event in sorted(events, key=lambda event: event["index"])]
-            rate = len(generated) / (time.monotonic() - started)
-            log.info("completions %d/%d  %.1f samples/s", len(generated), len(prompts), rate)
+            progress(len(generated))
         if num_cut := sum(len(tokens) >= limit for tokens in generated):
             log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), limit)
         return generated
 
-    def likelihoods(self, conversations: Sequence[Conversation], _: int = 0) -> list[AnswerLikelihood]:
-        """Likelihood of the answers in each answered conversation, in order. One token after the other, without
-        batches, on what the server has read already."""
+    def likelihoods(self, conversations: Sequence[Conversation]) -> list[AnswerLikelihood]:
+        """Likelihood of the answers in each answered conversation, in order."""
         encoded = [self._ids(conversation, mark_answers=True) for conversation in conversations]
-        if encoded:
-            self._serve(1, max(len(ids) for ids, _ in encoded) + 1)
-        found = []
-        for ids, in_answer in encoded:
-            log_probs = [self._log_prob(ids[:place], ids[place]) for place in in_answer]
-            found.append(AnswerLikelihood(sum(log_probs), len(log_probs)))
-        return found
+        if not encoded:
+            return []
+        self.server, self.shape = None, (0, 0)  # its memory is free before the file is loaded again
+        progress, likelihoods = Progress("scored %d/%d completions  %.1f/s", len(encoded)), list[AnswerLikelihood]()
+        for values in log_probs(self.path, encoded):
+            likelihoods.append(AnswerLikelihood(sum(values), len(values)))
+            progress(len(likelihoods))
+        return finite(likelihoods)
 
     def routing(self, conversations: Sequence[Conversation]) -> None:
         """llama.cpp does not report it."""
@@ -136,33 +133,12 @@ class LlamaCpp:
         params.model.path = str(self.path)
         params.n_parallel, params.n_ctx = sequences, math.prod(self.shape)
         params.kv_unified = False
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = usable_cores()
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
         params.n_gpu_layers = 0
         params.verbosity, params.ui, params.warmup = -1, False, False
         self.server = None  # the last one's memory is free before the next takes its own
         self.server = xllamacpp.Server(params)
         self.url = self.server.listening_address
-
-    def _log_prob(self, before: list[int], token: int) -> float:
-        """Natural logarithm of a token's probability after others."""
-        request = {
-            "prompt": before,
-            "n_predict": 1,
-            "temperature": 0,
-            "n_probs": 1,
-            "cache_prompt": True,
-            "logit_bias": [[token, FORCED]],
-        }
-        found = _post(f"{self.url}/completion", request).get("completion_probabilities")
-        if found:
-            return _log_prob_of(found[0], found[0]["top_logprobs"][0])
-        # No probability is reported of a token that ends within a character: it is among those of all others.
-        tokenizer = tokenizer_of(self.processor)
-        whole = tokenizer.encode("a", add_special_tokens=False)[0]
-        request |= {"n_probs": len(tokenizer), "logit_bias": [[whole, FORCED]]}
-        (found,) = _post(f"{self.url}/completion", request)["completion_probabilities"]
-        others = found["top_logprobs"]
-        return next(_log_prob_of(each, others[0]) for each in others if each["id"] == token)
 
 
 def load_exported(
@@ -189,12 +165,6 @@ def load_exported(
     generator.reserve(questions)
     memory.loaded()
     return generator, memory
-
-
-def _log_prob_of(reported: dict[str, Any], likeliest: dict[str, Any]) -> float:
-    if likeliest["logprob"] is None:
-        raise UserError("llama.cpp computes no number for this file: its weights overflow, or it runs them wrongly")
-    return UNDERFLOW if reported["logprob"] is None else float(reported["logprob"])
 
 
 def _post(url: str, content: dict[str, Any]) -> Any:

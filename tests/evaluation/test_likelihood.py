@@ -1,6 +1,5 @@
 import copy
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -153,7 +152,14 @@ def test_a_generator_scores_its_batch_and_guards_one_by_one(
 
 
 def test_guards_are_measured_by_any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = SimpleNamespace(likelihoods=lambda rows, _: [AnswerLikelihood(-2.5, 3)] * len(rows))
+    @dataclass
+    class Engine:
+        batch_size: int
+
+        def likelihoods(self, rows: list[Conversation]) -> list[AnswerLikelihood]:
+            return [AnswerLikelihood(-2.5, 3)] * len(rows)
+
+    engine: Any = Engine(4)
     monkeypatch.setattr(evaluate, "read_guard", lambda name: ANSWERED[:1])
     assert evaluate.guard_rows(["held"], engine) == [{"guard": "held", "id": "What?", "nats": 2.5, "tokens": 3.0}]
     assert evaluate.guard_rows([], engine) == []
