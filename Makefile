@@ -84,7 +84,7 @@ plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out
 	$(foreach change,$(SET),--set '$(change)')
 
 .PHONY: plan
-plan: setup ## Predict a recipe's memory and time on a GPU, without one (RECIPE=, PROFILE=, GPU=24|"RTX 3090", SET=, JSON=1; ALL=1)
+plan: setup ## Predict a recipe's memory and time, on a GPU without one (RECIPE=, PROFILE=, GPU=24|"RTX 3090", SET=, JSON=1; ALL=1)
 	@$(offline) $(python) -m tools.plan $(plan_options)
 
 .PHONY: try

@@ -1,4 +1,4 @@
-"""Does a recipe fit a GPU, and how long does it take? Without weights, GPU, network or anything fetched or written.
+"""Does a recipe fit its device, and how long does it take? No weights, GPU or network, and nothing is written.
 
 Reads   params.yaml; the base's geometry; the base's tokenizer and the prepared data, if they are there
 Run     make plan RECIPE=r1-llm-only PROFILE=qwen2-vl-7b GPU="RTX 3090"
@@ -11,6 +11,7 @@ RecipeMemory, with --all a list of them.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from stages.core.environment import SET, pinned_instructions
 from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import LINEAGE_FILE, folder_digest, read_lineage
 from stages.core.params import load_params
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from stages.memory.preview import Preview
+    from tools.timing import MeasuredTime
 
 GPU_SIZES = "16, 24, 40, 48, 80"
 """Sizes of GPUs in GB, as they are sold."""
@@ -69,8 +72,8 @@ class RecipeMemory:
     """The first plan down the ladder that fits; else the first that might; else the last: its changes, settings,
     verdict and total_bytes. None if the plan fits as it is, or the device is unknown."""
     disk: DiskUse
-    duration: Duration | None
-    """None on a CPU, in fp32, and for a size that no card of the table has."""
+    duration: Duration | MeasuredTime | None
+    """None on a GPU in fp32 or of a size that no card of the table has; on a CPU unless it is measured."""
     command: str | None
     """Runs the recipe on this device; None if it does not fit."""
 
@@ -231,8 +234,9 @@ class Predictions:
         fit = fastest_fit(planned.fit, planned.predict) if fills else planned.fit
         return planned, fit, cheapest_fit(fit, planned.predict, fill=fills)
 
-    def recipe_memory(self, recipe: str) -> tuple[RecipeMemory, list[str]]:
-        """The prediction of a recipe, and its budget and advice in lines."""
+    def recipe_memory(self, recipe: str, *, timed: bool = False) -> tuple[RecipeMemory, list[str]]:
+        """The prediction of a recipe, and its budget and advice in lines. timed: on a CPU, with the time of a training
+        that fits, which takes a measurement of some seconds."""
         inputs = available_inputs(self.params, recipe)
         planned, fit, cheapest = self.fits(recipe, inputs)
         plan, (evaluation, batch_size) = fit.plan, planned.evaluation(fit)
@@ -255,6 +259,11 @@ class Predictions:
             batch = f"no {missing} yet{why}: the worst within max_length {plan.recipe.max_length}{pixels}"
         device = self.params.active.device
         card = named_card(device.card) if device.card else None
+        time: Duration | MeasuredTime | None = duration(cheapest, planned.lengths, self.params.prices)
+        if timed and not plan.on_gpu and cheapest.verdict == "fits":
+            from tools.timing import measured_time
+
+            time = measured_time(cheapest.plan, planned.predict, planned.lengths)
         stage = "train" if batch_size == 1 and verdict == "does not fit" else "evaluate"
         predicted = RecipeMemory(
             recipe=recipe,
@@ -268,7 +277,7 @@ class Predictions:
             memory=fit.record(evaluation, batch_size),
             cheapest=changed,
             disk=disk_use(plan, self.params),
-            duration=duration(cheapest, planned.lengths, self.params.prices),
+            duration=time,
             command=None if cheapest.verdict == "does not fit" else self._command(f"{stage}@{recipe}", cheapest),
         )
         return predicted, lines
@@ -336,7 +345,7 @@ def main(
         )
     predicting = Console(stderr=True).status(f"{recipe}: predicting", spinner="line")
     with predicting:
-        predicted, lines = predictions.recipe_memory(recipe)
+        predicted, lines = predictions.recipe_memory(recipe, timed=True)
     if as_json:
         click.echo(json.dumps(asdict(predicted), indent=2))
         return
@@ -347,7 +356,7 @@ def main(
     click.echo(f"time      {predicted.duration}\n" if predicted.duration else "")
     if changes:
         with suppress(UserError), predicting:  # params.yaml may have a mistake that the changes fix
-            before, _ = predictions_for(profile, first).recipe_memory(recipe)
+            before, _ = predictions_for(profile, first).recipe_memory(recipe, timed=True)
             lines.append(f"changes   {predicted.difference(before)}")
     click.echo("\n".join([*lines, *([f"run it by   {predicted.command}"] if predicted.command else [])]))
 
@@ -387,4 +396,5 @@ def _cell(fit: Fit, cheapest: Fit) -> str:
 
 
 if __name__ == "__main__":
+    os.environ |= SET | pinned_instructions(os.environ)  # a CPU is as fast as in a stage
     main()

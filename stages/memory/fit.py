@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -225,8 +226,7 @@ def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration 
     cards = cards_for(device, plan.memory.precision)
     if not plan.on_gpu or plan.memory.precision == "fp32" or not cards:
         return None
-    length = fmean(lengths) / fmean(lengths[: plan.memory.micro_batch]) if lengths else 1.0
-    num_steps = schedule.num_steps if lengths else None
+    length, num_steps = relative_length(plan, lengths), schedule.num_steps if lengths else None
     steps_h = (num_steps or 1) / 3600
     hours = {card.name: steps_h * step_seconds(plan, fit.prediction, card.tflops, length=length) for card in cards}
     kwh = cost = None
@@ -245,5 +245,26 @@ def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration 
     )
 
 
+def computed_length(plan: Plan, lengths: Sequence[int]) -> float:
+    """Mean tokens of a sample as it is computed, with its padding: steps are drawn at random, and the samples of each
+    are sorted by length."""
+    if plan.padding_free:
+        return fmean(lengths)
+    drawn, size, at_once = random.Random(0).sample(lengths, len(lengths)), plan.memory.micro_batch, 0
+    for first in range(0, len(drawn), plan.recipe.effective_batch):
+        step = sorted(drawn[first : first + plan.recipe.effective_batch], reverse=True)
+        at_once += sum(step[start] * len(step[start : start + size]) for start in range(0, len(step), size))
+    return at_once / len(drawn)
+
+
+def relative_length(plan: Plan, lengths: Sequence[int]) -> float:
+    """`computed_length`, relative to that of the predicted batch of the longest samples; 1 without data."""
+    longest = lengths[: plan.memory.micro_batch]
+    return computed_length(plan, lengths) / computed_length(plan, longest) if lengths else 1.0
+
+
 def time_text(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min" if hours > 1 / 30 else f"{hours * 3600:.2g} s"
+    """Two digits, of hours one behind the point."""
+    if hours >= 1:
+        return f"{hours:.1f} h"
+    return f"{hours * 60:.2g} min" if hours >= 1 / 60 else f"{hours * 3600:.2g} s"

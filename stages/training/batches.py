@@ -187,13 +187,16 @@ class ConversationCollator:
                     "(max_position_embeddings of its config.json); leave such samples out, or take another base"
                 )
 
-    def largest_batch(self, micro_batch: int) -> dict[str, Any]:
-        """The longest samples in tokens, the longest first; all if there are fewer.
+    def largest_batch(self, micro_batch: int, max_length: float = math.inf) -> dict[str, Any]:
+        """The longest samples in tokens, the longest first; all if there are fewer. max_length: of these, if as many
+        are so short.
 
         An image takes tokens by its pixels, so these have the most pixels too, if all or none have images.
         """
         ordered = sorted(range(len(self.lengths)), key=lambda sample: (-self.lengths[sample], sample))
-        return self([{"sample": sample} for sample in ordered[:micro_batch]])
+        longer = sum(length > max_length for length in self.lengths)
+        first = min(longer, max(0, len(ordered) - micro_batch))
+        return self([{"sample": sample} for sample in ordered[first : first + micro_batch]])
 
     def _refuse_too_long(self, samples: Iterable[tuple[Conversation, int]]) -> None:
         if too_long := [(conversation, length) for conversation, length in samples if length > self.max_length]:

@@ -6,7 +6,6 @@ Run  python -m tests.gpu.measure JOB DEVICE TASK_JSON ANSWER_PATH   (test_gpu.py
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import platform
@@ -30,9 +29,8 @@ from typing import Any
 
 import click
 import torch
-from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 
 from stages.core.atomic import atomic_write
 from stages.core.errors import UserError, configure_logging
@@ -42,24 +40,23 @@ from stages.core.signals import end_with_parent
 from stages.evaluation.generate import generated_tokens
 from stages.internals.torch_internals import chosen_attention, cpu_peak, expand_segments
 from stages.launcher.gpus import driver_version
-from stages.memory.fakes import fake_batch, fake_processor, quantize_nf4
+from stages.memory.fakes import fake_batch, fake_processor
 from stages.memory.predict import MemoryPredictor, predict_generation
-from stages.memory.step import Inference, from_features, one_batch_trainer
-from stages.models.adapters import apply_recipe
-from stages.models.kernels import fused_kernels, packed_attention, turn_off_cudnn_attention
-from stages.models.load import check_device, new_model, resolve_attention
+from stages.memory.step import Inference
+from stages.models.kernels import packed_attention, turn_off_cudnn_attention
+from stages.models.load import check_device, resolve_attention
 from stages.planning.cards import card_of
 from stages.planning.ladder import prefill_batch_size
 from stages.planning.memory_use import recognised_out_of_memory
 from stages.planning.plan import Plan
 from stages.planning.resolve import resolve_plan
-from stages.training.batches import FEATURES, packed
-from stages.training.kernels import compiler_problem, prepare_kernels, refuse_wrong_kernels
+from stages.training.kernels import compiler_problem, refuse_wrong_kernels
 from stages.training.randomness import seed_everything
 from stages.training.trainer import RecipeTrainer, lasting_tensors
 from tests.benchmarks.speed import compare_speed
 from tests.plans import changed
 from tools.plan import available_inputs, config_of_base
+from tools.timing import random_model, random_trainer, training_batch, with_contents
 from tools.verify.rerun import unequal_files
 
 AMOUNTS = ("allocated", "reserved", "total")
@@ -182,65 +179,6 @@ def planned(setting: Setting, device: str) -> tuple[Plan, MemoryPredictor]:
     return replace(plan, **chosen), predictor
 
 
-def random_model(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
-    """The plan's base with random weights, on its device, without a file."""
-    with torch.device(plan.device.kind):
-        attn = resolve_attention(plan.memory.attn, plan.device, plan.memory.precision, padding_free=plan.padding_free)
-        model = new_model(config, precision=plan.memory.precision, attn=attn)
-    if plan.is_quantized:
-        model = quantize_nf4(model, plan.memory.precision, fill=partial(_fill_randomly, device=model.device))
-    return model
-
-
-def _fill_randomly(layer: Any, device: torch.device) -> None:
-    """Quantize random weights as transformers does with each weight that it loads (Bnb4bitQuantize)."""
-    import bitsandbytes as bnb
-
-    weight = torch.empty(layer.out_features, layer.in_features, dtype=layer.compute_dtype, device=device)
-    nn.init.normal_(weight, std=0.02)
-    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, **layer.weight.__dict__).to(device)
-
-
-def with_contents(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A stand-in batch that can be computed with: pixels between 0 and 1, and in texts different tokens.
-
-    With the same token everywhere, every token would have the same experts.
-    """
-    filled = dict(batch)
-    filled |= {name: torch.rand_like(batch[name]) for name in ("pixel_values", FEATURES) if name in batch}
-    if "image_grid_thw" not in batch:
-        ids = batch["input_ids"]
-        filled["input_ids"] = torch.arange(ids.numel()).view(ids.shape) % 256
-    return filled
-
-
-def training_batch(plan: Plan, predictor: MemoryPredictor) -> dict[str, torch.Tensor]:
-    """A micro-batch without contents, as the plan's training takes it."""
-    batch: Any = predictor.batch_of(micro_batch=plan.memory.micro_batch)
-    batch = from_features(batch, predictor.config, plan.memory.precision) if plan.features_bytes else batch
-    return packed(batch, predictor.config, plan.recipe.loss) if plan.padding_free else batch
-
-
-@contextmanager
-def random_trainer(
-    plan: Plan, config: PreTrainedConfig, batch: Mapping[str, torch.Tensor], *, num_steps: int
-) -> Iterator[RecipeTrainer]:
-    """The plan's trainer on a model of random weights, with this batch as every micro-batch of `num_steps` steps.
-
-    Raises UserError if the predicted kernels do not run.
-    """
-    prepare_kernels(plan)
-    model = random_model(plan, config)
-    gc.collect()
-    if plan.on_gpu:
-        torch.cuda.empty_cache()  # a real model is loaded weight by weight, and is never there unquantized
-    adapted = apply_recipe(model, plan.recipe)
-    samples = plan.recipe.effective_batch * num_steps
-    plan = replace(plan, schedule=replace(plan.schedule, num_steps=num_steps, train_samples=samples))
-    with fused_kernels(adapted, used=plan.fused_kernels):
-        yield one_batch_trainer(plan, adapted, fake_processor(config, None), batch)
-
-
 # --- Trainings
 
 
@@ -263,7 +201,7 @@ def measure_training(device: str, *, setting: Setting, predicted: dict[str, Any]
         expand_segments()
     check_device(plan.device, plan.memory.precision)
     seed_everything(plan.seed)
-    batch: dict[str, Any] = with_contents(training_batch(plan, predictor))
+    batch: dict[str, Any] = with_contents(training_batch(plan, predictor.config, predictor.batch_of))
     if plan.on_gpu:  # a recipe's data loader has workers for that; a padding-free batch has numbers too
         batch = {name: each.pin_memory() if torch.is_tensor(each) else each for name, each in batch.items()}
     with random_trainer(plan, predictor.config, batch, num_steps=MAX_STEPS) as trainer:

@@ -23,11 +23,9 @@ from tests.gpu.measure import (
     StepMeter,
     measure_generation,
     planned,
-    random_trainer,
-    training_batch,
-    with_contents,
 )
 from tests.gpu.test_gpu import TRAININGS, Measuring
+from tools.timing import random_trainer, training_batch, with_contents
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +52,7 @@ def test_the_arithmetic_counted_without_weights_is_that_of_a_training(
     small = {"profile": "tiny", "recipe": name, "micro_batch": 2, "max_length": 128, "precision": "fp32"}
     plan, predictor = planned({**small, "gradient_checkpointing": False, "attn": "eager", **changes}, "cpu")
     seed_everything(plan.seed)
-    batch = with_contents(training_batch(plan, predictor))
+    batch = with_contents(training_batch(plan, predictor.config, predictor.batch_of))
     operators = (torch.ops.aten._grouped_mm, torch.ops.aten.addmm_, torch.ops.bitsandbytes.gemm_4bit)
     with random_trainer(plan, predictor.config, batch, num_steps=1) as trainer:
         uncounted = {each: partial(by_hand, each) for each in operators}

@@ -21,8 +21,8 @@ from stages.models.load import shard, to_local
 from stages.planning.plan import Plan
 from stages.training.batches import FEATURES
 from stages.training.trainer import RecipeTrainer, StartContract
-from tests.gpu.measure import random_model, with_contents
 from tests.memory.small import batch_of, config_of, processor_of, quantization_tensors
+from tools.timing import random_model, with_contents
 
 PROCESSES = 2
 

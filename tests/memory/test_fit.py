@@ -8,11 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, PriceParams
 from stages.memory.calibration import load_calibration
-from stages.memory.fit import Fit, cheapest_fit, decide, duration, fastest_fit, fitting_batch_size
+from stages.memory.fit import (
+    Fit,
+    cheapest_fit,
+    computed_length,
+    decide,
+    duration,
+    fastest_fit,
+    fitting_batch_size,
+    relative_length,
+)
 from stages.planning.ladder import changes_between, rungs
 from stages.planning.plan import Plan
 from stages.planning.prediction import PlannedMemory, Prediction, prediction_metrics
@@ -235,3 +246,19 @@ def test_a_training_takes_the_time_of_its_arithmetic_or_of_its_operators() -> No
     assert without_data.hours["H100"] == pytest.approx(4 * 800 * calibration.operator_us.value / 1e6 / 3600)
     for changes in ({"precision": "fp32"}, {"device": DeviceParams(kind="cpu")}):
         assert duration(replace(fit, plan=changed(plan, **changes)), lengths, PriceParams()) is None
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=50), st.integers(1, 8), st.integers(1, 8))
+def test_a_sample_is_computed_with_its_padding(lengths: list[int], micro_batch: int, accumulation: int) -> None:
+    lengths.sort(reverse=True)
+    step = micro_batch * accumulation
+    plan = changed(PLAN, micro_batch=micro_batch, grad_accumulation=accumulation, effective_batch=step)
+    mean, computed = sum(lengths) / len(lengths), computed_length(plan, lengths)
+    assert computed_length(replace(plan, padding_free=True), lengths) == pytest.approx(mean)
+    assert mean - 1e-9 <= computed <= lengths[0]
+    assert computed_length(plan, [lengths[0]] * 9) == lengths[0]
+    if len(lengths) <= step:  # all in one step: each pads to the longest of its micro-batch
+        rows = (lengths[first : first + micro_batch] for first in range(0, len(lengths), micro_batch))
+        assert computed == pytest.approx(sum(max(row) * len(row) for row in rows) / len(lengths))
+    assert relative_length(plan, lengths) == pytest.approx(computed / lengths[0])
+    assert relative_length(plan, []) == 1

@@ -27,9 +27,9 @@ from stages.internals.accelerate_internals import reset_accelerator
 from stages.internals.trl_internals import NoKernel
 from stages.models.kernels import ROTATE, fused_kernels, rotated
 from stages.training.kernels import refuse_wrong_kernels
-from tests.gpu.measure import random_model, with_contents
 from tests.memory.real_steps import measured_bytes
 from tests.memory.small import ALL, FULL, batch_of, config_of, peak_bytes, plan_of, recorded
+from tools.timing import random_model, with_contents
 
 _convert = interpreter._implicit_cvt
 

@@ -17,8 +17,8 @@ from stages.core.families import FAMILIES
 from stages.models import kernels
 from stages.models.kernels import fused_kernels
 from tests import ROOT
-from tests.gpu.measure import random_model
 from tests.memory.small import FULL, config_of, plan_of
+from tools.timing import random_model
 
 FUSED = [model_type for model_type, family in FAMILIES.items() if family.fused_like]
 

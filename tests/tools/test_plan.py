@@ -27,7 +27,9 @@ from tests.made_up_records import PROVENANCE
 from tests.memory.test_fit import predicted as prediction_of
 from tests.stage_runs import done, read_params, refused, write_params, write_workspace
 from tools import plan as tool
+from tools import timing
 from tools.plan import available_data, available_inputs, other_settings, root_base, same_source, trainable_recipes
+from tools.timing import Speed
 
 GPU_PROFILE = "qwen2-vl-2b"
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
@@ -64,6 +66,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         plans.append(plan)
         return prediction_of(plan.memory.micro_batch)
 
+    monkeypatch.setattr(timing, "measured_time", lambda *_: None)
     monkeypatch.setattr(predictor, "predict", predict)
     monkeypatch.setattr(predictor, "predict_generation", lambda *_, batch_size, **__: prediction_of(batch_size / 4))
     return plans
@@ -177,12 +180,23 @@ def test_a_cpu_offers_the_machines_memory(
         assert (command(text) is None) == (verdict != "fits")
 
 
-def test_with_base_and_data_it_predicts_what_the_plan_stage_does(workspace: Path) -> None:
+def test_with_base_and_data_it_predicts_what_the_plan_stage_does_and_no_file_knows_the_machines_speed(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for stage, name in (("base", "vlm"), ("prepare", "nutrition-tables"), ("plan", "r1-llm-only")):
         done(stage, name)
-    planned = json.loads(Path("data/runs/r1-llm-only/memory.json").read_text())
-    found = json.loads(output_of("r1-llm-only", "--json"))
-    assert found["memory"] == planned
+    paths = [Path("data/runs/r1-llm-only") / name for name in ("plan.yaml", "memory.json")]
+    texts, predictions, steps = [path.read_text() for path in paths], [], []
+    for seconds in (1.0, 100.0):
+        speed = Speed(micro_batch_s=seconds, update_s=0, loss_s=seconds, prompts_s=seconds, token_s=seconds)
+        monkeypatch.setattr(timing, "measured_speed", lambda *_, speed=speed: (speed, {}))
+        predictions.append(json.loads(output_of("r1-llm-only", "--json")))
+        steps.append(predictions[-1].pop("duration")["step_s"])
+    assert steps == [1.0, 100.0]
+    assert predictions[0] == (found := predictions[1])
+    assert found["memory"] == json.loads(texts[1])
+    done("plan", "r1-llm-only")
+    assert [path.read_text() for path in paths] == texts
     assert found["batch"] == "the largest samples of data/prepared/nutrition-tables"
     raw = read_params()
     raw["profiles"]["tiny"]["evaluation"]["max_new_tokens"] = 8

@@ -149,6 +149,11 @@ def test_the_largest_batch_has_the_longest_samples(processor: Processor, answere
     for count in (3, 100):
         lengths = collator.largest_batch(count)["attention_mask"].sum(1).tolist()
         assert lengths == sorted(collator.lengths, reverse=True)[:count]
+    middle = sorted(collator.lengths)[len(collator.lengths) // 2]
+    at_most = collator.largest_batch(1, max_length=middle)["attention_mask"].sum(1).tolist()
+    assert at_most == [middle]
+    shortest = collator.largest_batch(2, max_length=1)["attention_mask"].sum(1).tolist()
+    assert shortest == sorted(collator.lengths)[:2][::-1]
 
 
 # One optimizer step of 8 samples that trains everything, padded and packed.
