@@ -107,9 +107,9 @@ def require_readable(model: torch.nn.Module, device: DeviceParams) -> None:
     wrong = sorted(number for number in inputs if number % 16 == 0 and number % NF4_BLOCK)
     if wrong and device.kind == "cpu":
         raise UserError(
-            f"the base has layers with {', '.join(map(str, wrong))} inputs, and on a CPU bitsandbytes 0.50.2 reads "
-            f"their 4-bit weights wrongly, as with any multiple of 16 that is none of {NF4_BLOCK}; set the recipe's "
-            "quantization: none, or take a profile with a GPU"
+            f"the model has layers with {', '.join(map(str, wrong))} inputs, and on a CPU bitsandbytes 0.50.2 reads "
+            f"their 4-bit weights wrongly, as with any multiple of 16 that is none of {NF4_BLOCK}; set quantization: "
+            "none (int8 for an export), or take a profile with a GPU"
         )
 
 

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
@@ -79,6 +80,12 @@ class LLM:
             completion = Named(token_ids=ids, logprobs=[{ids[0]: Named(logprob=0.0)}])
             yield Named(prompt_token_ids=ids, outputs=[completion])
 """
+
+
+def test_an_images_token_in_a_completion_is_refused_in_words() -> None:
+    model, processor, question = (SimpleNamespace(image_token_id=7, sample_id="one") for _ in range(3))
+    with pytest.raises(UserError, match="completion of one has an image's token in it, and cannot be certified"):
+        view(cast("Any", model), cast("Any", processor), cast("Any", question), [3, 7], room=None)
 
 
 def test_the_worker_holds_few_images_at_once_and_keeps_the_order(tmp_path: Path) -> None:

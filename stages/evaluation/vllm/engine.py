@@ -302,7 +302,15 @@ class View:
 def view(
     model: PreTrainedModel, processor: Processor, question: Conversation, tokens: Sequence[int], *, room: int | None
 ) -> View:
-    """One forward pass over a question and T tokens of a completion, without padding."""
+    """One forward pass over a question and T tokens of a completion, without padding.
+
+    Raises UserError for an image's token in the completion, which a pass over all of it takes for an image.
+    """
+    if getattr(processor, "image_token_id", None) in tokens:
+        raise UserError(
+            f"the completion of {question.sample_id} has an image's token in it, and cannot be certified: set the "
+            "profile's evaluation.engine: transformers"
+        )
     inputs = encode(processor, [question], padding_side="left", max_length=room)
     prompt = inputs["input_ids"][0].tolist()
     completion = torch.tensor([list(tokens)])  # (1, T)
