@@ -87,8 +87,10 @@ def comparable(
     revisions, left_out = ({name: name for name in names}, {}) if names else named_revisions()
     fetched = [fetch(name, revision, task, folder) for name, revision in revisions.items()]
     left_out |= {each.name: f"no model of task {task}" for each in fetched if not each.evaluated(task)}
-    if varied and not names:
-        left_out |= {each.name: "not scored on the selection split" for each in fetched if not each.on_selection(task)}
+    selecting = {each.name: each.on_selection(task) for each in fetched if each.name not in left_out}
+    if not names and (varied or not all(selecting.values())):
+        reason = f"{'not ' if varied else ''}scored on the selection split"
+        left_out |= {name: reason for name, chosen_by in selecting.items() if chosen_by != bool(varied)}
     compared = [each for each in fetched if each.name not in left_out]
     if names and (differing := unlike(compared, task, varied)):
         lines = [
@@ -106,7 +108,8 @@ def comparable(
 
 
 def left_out_words(reasons: Mapping[str, str]) -> str:
-    return f"Left out: {', '.join(f'{name} ({reason})' for name, reason in reasons.items()) or 'none'}"
+    names = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
+    return f"Left out: {'; '.join(f'{join_truncated(each)} ({reason})' for reason, each in names.items()) or 'none'}"
 
 
 def named_revisions() -> tuple[dict[str, str], dict[str, str]]:

@@ -112,7 +112,7 @@ def test_other_conditions_are_left_out_by_name_and_refused_if_named(run: Any, tm
     output = run(experiments, failed={"sad-kiln": "failed"})
     assert "Seeds 42, 43, of 2 experiments: exp-42, exp-43." in output
     assert (
-        "Left out: sad-kiln (failed), empty (no model of task detection), other (unlike exp-42 in data/bases/vlm)."
+        "Left out: sad-kiln (failed); empty (no model of task detection); other (unlike exp-42 in data/bases/vlm)."
         in output
     )
     assert "data/bases/vlm: one (exp-42); new (other)" in run(experiments, "exp-42", "other")
@@ -165,6 +165,10 @@ def test_the_best_learning_rate_of_each_recipe_is_chosen(run: Any, tmp_path: Pat
         ("r4-joint", "learning_rate=0.0002", "1"),
     ]
     assert "Left out: on-val (not scored on the selection split)." in output
+    by_seed = run(experiments)
+    assert (
+        "only one seed was run, in on-val (Left out: rate-1e-4, rate-2e-4 (scored on the selection split))" in by_seed
+    )
     assert (
         "dvc exp run --queue -S ++recipes.r1-llm-only.learning_rate=0.0002 -S ++recipes.r4-joint.learning_rate=0.0001 "
         "-S data.selection=0.15 -S scored=val -S 'seed=42,43,44' compare@detection" in output
