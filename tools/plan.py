@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import click
 from rich.console import Console
@@ -344,7 +345,9 @@ def main(
             f"{predictions.params.profile} can train: {', '.join(trainable_recipes(predictions.params))}"
         )
     predicting = Console(stderr=True).status(f"{recipe}: predicting", spinner="line")
-    with predicting:
+    native = predictions.params.active.memory.instructions == "native"
+    as_a_stage = SET | pinned_instructions(os.environ, native=native)  # which is how fast a CPU is
+    with predicting, patch.dict(os.environ, as_a_stage):
         predicted, lines = predictions.recipe_memory(recipe, timed=True)
     if as_json:
         click.echo(json.dumps(asdict(predicted), indent=2))
@@ -396,5 +399,4 @@ def _cell(fit: Fit, cheapest: Fit) -> str:
 
 
 if __name__ == "__main__":
-    os.environ |= SET | pinned_instructions(os.environ)  # a CPU is as fast as in a stage
     main()
