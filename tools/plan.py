@@ -241,7 +241,7 @@ class Predictions:
         inputs = available_inputs(self.params, recipe)
         planned, fit, cheapest = self.fits(recipe, inputs)
         plan, (evaluation, batch_size) = fit.plan, planned.evaluation(fit)
-        lines = fit.prediction.lines(fit.capacity_bytes)
+        lines = [*planned.warnings, *fit.prediction.lines(fit.capacity_bytes)]
         lines += [] if plan.on_gpu else [process_words(fit.prediction)]
         changed: dict[str, Any] | None = None
         if fit.verdict not in (None, "fits"):

@@ -13,7 +13,7 @@ from stages.core.errors import UserError
 
 log = logging.getLogger(__name__)
 
-PAGE = "docs/extending.md#a-model-family"
+PAGE = "docs/extending.md#other-architectures"
 """Lists families and what was tried of others, and describes how to add one."""
 
 

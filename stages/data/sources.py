@@ -50,6 +50,8 @@ def source_folder(source: str, *, known: str = "folder:PATH or hub:OWNER/NAME@RE
     kind, _, path = source.partition(":")
     if kind != "folder" or not path:
         raise UserError(f"unknown source {source!r}; expected {known}")
+    if Path(path).is_file():
+        raise UserError(f"{path} is a file; give the folder that holds it")
     if not Path(path).is_dir():
         raise UserError(f"no dataset folder {path}; point the dataset's `source` in params.yaml at one that exists")
     return Path(path)

@@ -41,6 +41,12 @@ class Preview:
     notes: tuple[str, ...]
     """Lengths of the samples, and the choices that make the plan faster, a line each."""
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A line on an architecture without an entry, and one on a precision that this CPU emulates."""
+        plan = self.fit.plan
+        return tuple(filter(None, (unlisted_words(plan.model_type or ""), emulation_words(plan))))
+
     def evaluation(self, fit: Fit) -> tuple[Fit, int]:
         """The evaluation of what a plan trains, on one device, and its batch size."""
         settings = self.params.active.evaluation
@@ -79,8 +85,7 @@ def preview(
         replace(plan, base_dir=str(base_dir), model_type=config.model_type), params.active.memory
     )
     fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=capacity_bytes(plan.device))
-    said = tuple(filter(None, (unlisted_words(config.model_type), emulation_words(plan), *notes, *choices)))
-    return Preview(params=params, fit=fit, predict=predict, lengths=lengths, notes=said)
+    return Preview(params=params, fit=fit, predict=predict, lengths=lengths, notes=(*notes, *choices))
 
 
 def emulation_words(plan: Plan) -> str:

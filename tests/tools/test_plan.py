@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from stages.core.environment import pinned_instructions
 from stages.core.errors import UserError
 from stages.core.lineage import write_lineage
 from stages.core.params import load_params
@@ -178,6 +179,14 @@ def test_a_cpu_offers_the_machines_memory(
         text = output_of("r1-llm-only")
         assert f"verdict   {verdict}" in text
         assert (command(text) is None) == (verdict != "fits")
+
+
+@pytest.mark.parametrize(("precision", "warned"), [("fp32", False), ("bf16", bool(pinned_instructions({})))])
+def test_a_precision_that_this_cpu_emulates_is_said(
+    workspace: Path, predicted: list[Plan], precision: str, warned: bool
+) -> None:
+    text = output_of("r1-llm-only", "--set", f"profiles.tiny.memory.precision={precision}")
+    assert ("is emulated with AVX2" in text) == warned
 
 
 def test_with_base_and_data_it_predicts_what_the_plan_stage_does_and_no_file_knows_the_machines_speed(

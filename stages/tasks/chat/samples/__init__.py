@@ -100,6 +100,12 @@ class Record:
         """The last message before the answer."""
         return self.messages[-2].content
 
+    @property
+    def asked(self) -> str:
+        """All before the answer, each message with its role unless there is one alone."""
+        before = self.messages[:-1]
+        return self.question if len(before) == 1 else "\n\n".join(f"{each.role}: {each.content}" for each in before)
+
     def subject(self) -> str:
         return self.group
 

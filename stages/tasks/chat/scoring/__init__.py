@@ -82,7 +82,7 @@ def score(
     rows = []
     for number, (record, text) in enumerate(zip(records, completions, strict=True)):
         row: dict[str, Any] = dict.fromkeys(PREDICTIONS.names)
-        row |= {"id": record.id, "question": record.question, "text": text, "truth": record.answer}
+        row |= {"id": record.id, "question": record.asked, "text": text, "truth": record.answer}
         for metric in chosen:
             if metric == "perplexity":
                 likelihood = likelihoods[number]
