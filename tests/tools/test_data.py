@@ -191,6 +191,9 @@ def test_a_folder_of_conversations_is_shown_with_the_entry_that_reads_it(
     [
         ("train.jsonl", '{"question": "Who?", "answer": "You."}\n', "train.jsonl has question, answer in a row;"),
         ("train.jsonl", "Who?,You.\n" * 40, "line 1: not JSON"),
+        ("chats.json", "", "chats.json: the file is empty"),
+        ("chats.json", "[]\n", "has only 0 questions to train on"),
+        ("chats.json", '[{"conversations": [{"from": "human", "val', "chats.json line 1: not JSON"),
         ("metadata.jsonl", '{"file_name": "a.png", "text": "Cup"}\n', "metadata.jsonl has file_name, text in a row;"),
         ("a.json", '{"imagePath": "a.png", "shapes": [{"label": "cup"}]}', "1 .json file (a.json)"),
         ("boxes.csv", "image,xmin,ymin,xmax,ymax\na.png,1,2,3,4\n", "1 .csv file (boxes.csv)"),
@@ -205,5 +208,6 @@ def test_a_folder_in_no_known_form_says_what_is_expected(
     ended = run("talks")
     assert ended.exit_code == 1
     assert message in ended.output
-    expected = "expected messages, or conversations|39 more of this kind|Expected one of:\n.*COCO.*YOLO.*Pascal VOC"
+    expected = r"expected messages, or conversations|39 more of this kind|Expected: train\*|expected at least 2"
+    expected += "|Expected one of:\n.*COCO.*YOLO.*Pascal VOC"
     assert re.search(expected, ended.output, re.DOTALL)

@@ -22,7 +22,7 @@ HIDDEN = re.compile(r"\.|__MACOSX").match
 
 
 def conversations(source: str) -> tuple[DatasetParams, str] | None:
-    """The dataset of a folder, and a line on the form of each file, empty for JSON Lines without an object, which
+    """The dataset of a folder, and a line on the form of each file, empty for a file that is empty or broken, which
     `prepare` refuses by line; None for a folder without a conversation.
 
     Raises UserError for JSON Lines of another form.
@@ -32,7 +32,7 @@ def conversations(source: str) -> tuple[DatasetParams, str] | None:
     rows = {path: _first_row(path) for path in visible if path.is_file()}
     forms = {path: form for path, row in rows.items() if row and (form := form_of(row))}
     if not forms:
-        for path, row in ((path, row) for path, row in rows.items() if path.suffix == ".jsonl"):
+        for path, row in ((path, row) for path, row in rows.items() if path.suffix == ".jsonl" or row == {}):
             if not row:
                 return DatasetParams(task="chat", source=source, splits=_splits(folder, [path])), ""
             expected = ", or ".join(map(str, FORMS))
@@ -43,19 +43,20 @@ def conversations(source: str) -> tuple[DatasetParams, str] | None:
 
 
 def _first_row(path: Path) -> Mapping[str, Any] | None:
-    """The first object of a file that may hold conversations."""
+    """The first object of a file that may hold conversations; an empty one if it is empty or broken."""
     if path.suffix == ".parquet":
         return next(read_rows(path), None)
     if path.suffix not in (".jsonl", ".json"):
         return None
     with path.open("rb") as file:
-        if path.suffix == ".json" and not KEYS.search(file.read(HEAD)):
-            return None
+        head = file.read(HEAD)
+    if path.suffix == ".json" and head.strip(b"[] \t\r\n") and not KEYS.search(head):
+        return None
     try:
         _, objects = json_objects(read_text(path))
     except UnreadableText:
-        return None
-    return next((each for _, each in objects if isinstance(each, dict)), None)
+        return {}
+    return next((each for _, each in objects if isinstance(each, dict)), {})
 
 
 def _splits(folder: Path, paths: list[Path]) -> SplitParams:
