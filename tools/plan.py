@@ -345,9 +345,9 @@ def main(
             f"{predictions.params.profile} can train: {', '.join(trainable_recipes(predictions.params))}"
         )
     predicting = Console(stderr=True).status(f"{recipe}: predicting", spinner="line")
-    native = predictions.params.active.memory.instructions == "native"
-    as_a_stage = SET | pinned_instructions(os.environ, native=native)  # which is how fast a CPU is
-    with predicting, patch.dict(os.environ, as_a_stage):
+    # A CPU is as fast as in a stage.
+    pinned = SET | pinned_instructions(os.environ, native=predictions.params.active.memory.native)
+    with predicting, patch.dict(os.environ, pinned):
         predicted, lines = predictions.recipe_memory(recipe, timed=True)
     if as_json:
         click.echo(json.dumps(asdict(predicted), indent=2))

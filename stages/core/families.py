@@ -13,8 +13,8 @@ from stages.core.errors import UserError
 
 log = logging.getLogger(__name__)
 
-PAGE = "docs/extending.md#other-architectures"
-"""Lists families and what was tried of others, and describes how to add one."""
+PAGE = "docs/extending.md#a-model-family"
+"""Lists families, and describes how to add one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ def unlisted_words(model_type: str) -> str | None:
         return None
     return (
         f"{model_type} is not among the families: it is trained as a text model by its own modules, in padded rows, by "
-        f"torch's kernels; {PAGE} lists what was tried"
+        "torch's kernels; docs/extending.md#other-architectures lists what was tried"
     )
 
 

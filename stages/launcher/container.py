@@ -203,7 +203,7 @@ class SealedEngine:
             request.caller,
             network=request.network,
             terminal=terminal,
-            native=request.native,
+            native=request.params.active.memory.native,
             num_nodes=request.num_nodes,
         )
         own = {"BAKEOFF_IMAGE": self.image[1]}

@@ -197,11 +197,6 @@ class Request:
         return self.declared
 
     @property
-    def native(self) -> bool:
-        """Whether the stage may use all instructions of the CPU."""
-        return self.params.active.memory.instructions == "native"
-
-    @property
     def by_dvc(self) -> bool:
         return "DVC_STAGE" in self.caller
 

@@ -113,8 +113,9 @@ class ProcessEngine:
         killed. If the kernel killed it because memory ran out, the code is OUT_OF_MEMORY.
         """
         terminal = sys.stderr.isatty()
+        native = request.params.active.memory.native
         environment = stage_environment(
-            request.stage, request.caller, network=request.network, terminal=terminal, native=request.native
+            request.stage, request.caller, network=request.network, terminal=terminal, native=native
         )
         environment |= request.variables(None)
         if request.gpus:

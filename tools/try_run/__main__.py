@@ -49,8 +49,8 @@ def main(name: str, alone: bool, port: int | None) -> None:
     if find_spec("gradio") is None:
         raise UserError("gradio is not installed; install it with: make setup EXTRAS=try")
     params = load_params()
-    native = params.active.memory.instructions == "native"
-    os.environ |= pinned_instructions(os.environ, native=native)  # torch reads them when it is imported
+    # torch reads them when it is imported
+    os.environ |= pinned_instructions(os.environ, native=params.active.memory.native)
     task = params.subject(name).task
     form = FORMS.get(task, Form)(params, name)
     with tempfile.TemporaryDirectory() as scratch:

@@ -203,6 +203,10 @@ class MemoryParams(StepParams):
     """If a recipe is predicted not to fit: refuse it with its budget; auto: use the cheapest settings that fit; off:
     train anyway. fill: like auto, and if there is room, use the fastest settings that fit."""
 
+    @property
+    def native(self) -> bool:
+        return self.instructions == "native"
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationParams:
