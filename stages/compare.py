@@ -17,7 +17,6 @@ from rich.console import Console
 
 from stages.core.params import load_params
 from stages.core.params.schema import Params
-from stages.core.tasks import load_task
 from stages.reporting.compare import Comparison, compare, read_contenders, task_report
 from stages.reporting.page import write_report
 from stages.reporting.sections import comparison_table
@@ -37,9 +36,8 @@ def compare_task(params: Params, task: str, *, data_dir: Path, console: Console)
 
     Raises UserError if nothing was run, or if the runs cannot be compared.
     """
-    report = task_report(load_task(task, "report"), params, task)
-    matters = params.compare.matters.get(report.primary.key)
-    comparison = compare(report, read_contenders(params, report, [data_dir]), matters=matters)
+    report = task_report(params, task)
+    comparison = compare(report, read_contenders(params, report, [data_dir]))
     write_report(comparison, data_dir / "report" / task, profile=params.profile, console=console)
     return comparison
 

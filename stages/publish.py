@@ -65,9 +65,10 @@ def gather(params: Params, run: str) -> Publication:
     else:
         require_weights(merged_dir)
         verified_lineage(run_dir / "trained", fix=rebuild(f"train@{run}"))
-    report = task_report(load_task(recipe.task, "report"), params, recipe.task)
-    contenders = read_contenders(params, report, [DATA_DIR])
-    contender, trained = (next(each for each in contenders if each.name == name) for name in (run, recipe_name))
+    report = task_report(params, recipe.task)
+    comparison = compare(report, read_contenders(params, report, [DATA_DIR]))
+    by_name = {each.name: each for each in comparison.contenders}
+    contender, trained = by_name[run], by_name[recipe_name]
     for each in (trained, contender):
         if each.run is None:
             raise UserError(f"{each.name} has not been evaluated; run: dvc repro {each.stage}")
@@ -87,7 +88,7 @@ def gather(params: Params, run: str) -> Publication:
     plans = [record.plan for record in records if record.stage.startswith("train@") and record.plan]
     trained_on = [Path(plan["data_dir"]).name for plan in plans]
     return Publication(
-        comparison=compare(report, contenders, matters=params.compare.matters.get(report.primary.key)),
+        comparison=comparison,
         contender=contender,
         trained=trained.run,
         export=params.exports.get(run),

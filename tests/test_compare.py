@@ -200,7 +200,7 @@ def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
     best = replace(best, name=nasty, runs=(replace(best.run, name=nasty),))
     contenders = (*(other for other in comparison.contenders if other is not comparison.best), best)
     insights = tuple(replace(insight, topic=nasty, ours=nasty) for insight in comparison.insights)
-    poisoned = replace(comparison, contenders=contenders, best=best, insights=insights, headline=nasty)
+    poisoned = replace(comparison, contenders=contenders, best=best, insights=insights)
     page = render_page(poisoned, profile=nasty)
     assert "<img src=x" not in page
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 20

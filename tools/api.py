@@ -44,7 +44,6 @@ from typing import TYPE_CHECKING
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
-from stages.core.tasks import load_task
 
 if TYPE_CHECKING:
     from stages.reporting.compare import Comparison
@@ -84,7 +83,7 @@ def read_run(name: str) -> Run:
 
     params = load_params()
     task = params.subject(name).task
-    run = read_task_run(params, task_report(load_task(task, "report"), params, task), name, Path("data"))
+    run = read_task_run(params, task_report(params, task), name, Path("data"))
     if run is None:
         stage = evaluation_stage(name, trained=name in params.recipes, exported=name in params.exports)
         raise UserError(f"{name} has not been evaluated; run: dvc repro {stage}")
@@ -102,9 +101,8 @@ def compare_runs(task: str) -> Comparison:
     from stages.reporting.compare import compare, read_contenders, task_report
 
     params = load_params()
-    report = task_report(load_task(task, "report"), params, task)
-    contenders = read_contenders(params, report, [Path("data")])
-    return compare(report, contenders, matters=params.compare.matters.get(report.primary.key))
+    report = task_report(params, task)
+    return compare(report, read_contenders(params, report, [Path("data")]))
 
 
 def table_text(comparison: Comparison) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isclose
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import Params, recipe_of
 from stages.core.provenance import records_dir
 from stages.core.records import rebuild
+from stages.core.tasks import load_task
 from stages.data.guards import GUARD
 from stages.evaluation.statistics import (
     LEVEL,
@@ -28,7 +28,6 @@ from stages.evaluation.statistics import (
 from stages.planning.memory_use import stage_memory_path
 from stages.reporting.evidence import Difference, Score, as_family, difference, least_p, score
 from stages.reporting.runs import (
-    REBATCHED,
     Run,
     different_models,
     evaluation_stage,
@@ -91,6 +90,9 @@ class TaskReport:
     """The per-sample column that orders examples, as the task's `scoring.ordered_by` says."""
     shown: tuple[str, ...] = ()
     """Columns of text that examples show of a completion, those that are not null; empty if they are images alone."""
+    matters: float | None = None
+    """The smallest difference that matters, in the unit of the primary metric, to recipes and to exports; None if none
+    is called as good as another. Two models of one training each are not, unless one is an export."""
 
     @property
     def primary(self) -> Metric:
@@ -144,6 +146,10 @@ class Contender:
         """Path of its answers file, for one without a model."""
         path = self.run.metrics.get("answers") if self.run else None
         return str(path) if path else None
+
+    @property
+    def is_ranked(self) -> bool:
+        return not self.left_out and not self.export_of
 
     @property
     def score(self) -> Score:
@@ -203,17 +209,18 @@ class Insight:
             return f"not decided, {self.undecided}"
         return difference_words(self.ours, self.theirs, self.difference) + "."
 
+    @property
+    def is_shown(self) -> bool:
+        return self.difference is not None and self.difference.verdict in ("better", "worse")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     report: TaskReport
     contenders: tuple[Contender, ...]
     best: Contender
-    leaders: tuple[str, ...]
-    """The best, and those that tie with it."""
-    headline: str
-    conclusive: bool
-    """Whether the evidence singles out the best."""
+    over_rival: Insight | None
+    """The best against the rival with the least evidence; None without any rival."""
     insights: tuple[Insight, ...]
     over_seeds: bool
     """Whether recipes are compared, and not one model of each."""
@@ -238,73 +245,94 @@ class Comparison:
         return tuple(run for contender in self.contenders for run in contender.runs)
 
     @property
+    def leaders(self) -> tuple[str, ...]:
+        """The best, and those that tie with it."""
+        compared = [each for each in self.contenders if each.is_ranked]
+        return tuple(each.name for each in compared if isclose(each.score.mean, self.best.score.mean, rel_tol=1e-9))
+
+    @property
+    def conclusive(self) -> bool:
+        """Whether the evidence singles out the best."""
+        return self.over_rival is not None and self.over_rival.is_shown
+
+    @property
     def counts(self) -> tuple[int, int | None]:
         """The samples, and the groups that they are in."""
         assert self.best.run is not None
         return counts_of(self.report.primary, self.best.run)
 
     @property
-    def batch_noise(self) -> float | None:
-        """The most that another batch size changed the primary metric of a baseline; None if it was not measured."""
-        key = self.report.primary.key
-        again = [(run.metrics, run.metrics.get(f"{REBATCHED}{key}")) for run in self.all_runs]
-        changes = [abs(value - float(metrics[key])) for metrics, value in again if isinstance(value, float)]
-        return max(changes, default=None)
-
-    @property
     def samples_text(self) -> str:
         return sample_words(*self.counts)
 
+    @property
+    def headline(self) -> str:
+        best, rival, score = self.best, self.over_rival, self.best.score
+        scored = f"{self.report.primary_words} {score.mean:.3f}{interval_words(score.interval)}"
+        model, other = (best.name, "") if self.over_seeds else (f"the model of {best.name}", "that of ")
+        if rival is None:
+            words = f"{best.name} is the only model evaluated: {scored}"
+            if too_few(*self.counts):
+                words += f", but {_too_few(*self.counts)} it from any other"
+        elif rival.is_shown:
+            left_out = [contender for contender in self.contenders if contender.left_out]
+            alone = len(self.contenders) - len(left_out) == 2
+            others = f"{other}{rival.theirs}" if alone else "every other" if other else "every other model"
+            words = f"{model} is best: {scored}, better than {others}"
+            if left_out:
+                words += ", the only other" if alone else ""
+                words += " that was trained under several seeds" if self.over_seeds else " that was run"
+        elif len(self.leaders) > 1:
+            them = f"{', '.join(self.leaders[:-1])} and {self.leaders[-1]}"
+            them = them if self.over_seeds else f"the models of {them}"
+            words = f"{them} tie for the {self.report.extreme} {scored}"
+        else:
+            words = f"{model} scores {self.report.extreme}, {scored}, but "
+            if rival.difference and rival.difference.verdict == "too few samples":
+                words += _too_few(*self.counts)
+            elif other:
+                words += f"no difference is shown against {other}{rival.theirs}"
+            else:
+                words += f"{rival.theirs} may be as good or better"
+        return (f"The{words[3:]}" if words.startswith("the ") else words) + "."
 
-def compare(
-    report: TaskReport,
-    contenders: Sequence[Contender],
-    *,
-    matters: float | None = None,
-) -> Comparison:
+
+def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
     """Rank, and decide every question that the runs can decide. All of them are one family (`as_family`).
 
     contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`). If one of
         them has several runs, recipes are compared, and those with a single training take no part.
-    matters: the smallest difference that matters, in the unit of the primary metric, to recipes and to exports; None if
-        none is called as good as another. Two models of one training each are not, unless one is an export.
     Raises UserError if none can take part.
     """
     over_seeds = any(len(contender.runs) > 1 for contender in contenders)
     contenders = [replace(each, left_out=_why_left_out(each, over_seeds=over_seeds)) for each in contenders]
-    compared = [each for each in contenders if not each.left_out and not each.export_of]
+    compared = [each for each in contenders if each.is_ranked]
     if not compared:
         raise UserError(f"nothing can be compared: {'; '.join(each.left_out for each in contenders)}")
     sign = 1 if report.primary.higher_is_better else -1
     best, *rivals = sorted(compared, key=lambda contender: sign * contender.score.mean, reverse=True)
-    leaders = tuple(each.name for each in compared if isclose(each.score.mean, best.score.mean, rel_tol=1e-9))
     by_name = {contender.name: contender for contender in contenders}
     insights = [
-        _insight(report, question, by_name, matters if over_seeds or by_name[question.ours].export_of else None)
+        _insight(report, question, by_name, report.matters if over_seeds or by_name[question.ours].export_of else None)
         for question in _questions(report, by_name)
     ]
     of_best = [_insight(report, Question(_BEST, best.name, rival.name), by_name, None) for rival in rivals]
     # Whether the best is better than every other is one more question; the rival with the least evidence decides it.
-    corrected = _corrected(
-        [*insights, *sorted(of_best, key=lambda each: each.difference.p_value if each.difference else 0)[-1:]],
-        over_seeds=over_seeds,
-    )
-    over_rival = next(iter(corrected[len(insights) :]), None)
+    of_best = sorted(of_best, key=lambda each: each.difference.p_value if each.difference else 0)[-1:]
+    corrected = _corrected([*insights, *of_best], over_seeds=over_seeds)
     return Comparison(
         report=report,
         contenders=tuple(contenders),
         best=best,
-        leaders=leaders,
-        headline=_headline(report, best, leaders, over_rival, contenders, over_seeds=over_seeds),
-        conclusive=over_rival is not None and _is_shown(over_rival),
+        over_rival=corrected[-1] if of_best else None,
         insights=tuple(corrected[: len(insights)]),
         over_seeds=over_seeds,
     )
 
 
-def task_report(module: ModuleType, params: Params, task: str) -> TaskReport:
+def task_report(params: Params, task: str) -> TaskReport:
     """The report of a task, from its module `report`: REPORT, or the result of `report_for` for the datasets that its
-    runs are evaluated on; with the questions of `compare.against`, and a column for each guard.
+    runs are evaluated on; with what `compare` of params.yaml asks, and a column for each guard.
 
     Raises UserError if no recipe has the task."""
     tasks = dict.fromkeys(recipe.task for recipe in params.recipes.values())
@@ -313,6 +341,7 @@ def task_report(module: ModuleType, params: Params, task: str) -> TaskReport:
     subjects = [params.subject(name) for name in (*params.baselines, *params.recipes)]
     names = dict.fromkeys(subject.data for subject in subjects if subject.task == task)
     known = {name: params.active.datasets[name] for name in names if name in params.active.datasets}
+    module = load_task(task, "report")
     report: TaskReport = module.report_for(known) if hasattr(module, "report_for") else module.REPORT
     questions = list(report.questions)
     for ours, theirs in params.compare.against.items():
@@ -320,7 +349,8 @@ def task_report(module: ModuleType, params: Params, task: str) -> TaskReport:
         if params.recipes[ours].task == task and frozenset((ours, theirs)) not in asked:
             questions.append(Question(f"{ours} against {theirs}", ours, theirs))
     metrics = (*report.metrics, *map(guard_metric, params.guards))
-    return replace(report, metrics=metrics, questions=tuple(questions))
+    matters = params.compare.matters.get(report.primary.key)
+    return replace(report, metrics=metrics, questions=tuple(questions), matters=matters)
 
 
 def guard_metric(guard: str) -> Metric:
@@ -610,52 +640,6 @@ def _corrected(insights: Sequence[Insight], *, over_seeds: bool) -> list[Insight
     differences = [each.difference for each in decided if each.difference]
     corrected = iter(as_family(differences, pairs if over_seeds else None))
     return [replace(each, difference=next(corrected)) if each.difference else each for each in insights]
-
-
-def _is_shown(insight: Insight) -> bool:
-    return insight.difference is not None and insight.difference.verdict in ("better", "worse")
-
-
-def _headline(
-    report: TaskReport,
-    best: Contender,
-    leaders: Sequence[str],
-    over_rival: Insight | None,
-    contenders: Sequence[Contender],
-    *,
-    over_seeds: bool,
-) -> str:
-    """over_rival: the best against the rival with the least evidence; None without any rival."""
-    assert best.run is not None
-    counts = counts_of(report.primary, best.run)
-    score = f"{report.primary_words} {best.score.mean:.3f}{interval_words(best.score.interval)}"
-    model, other = (best.name, "") if over_seeds else (f"the model of {best.name}", "that of ")
-    left_out = [contender for contender in contenders if contender.left_out]
-    if over_rival is None:
-        words = f"{best.name} is the only model evaluated: {score}"
-        if too_few(*counts):
-            words += f", but {_too_few(*counts)} it from any other"
-    elif _is_shown(over_rival):
-        alone = len(contenders) - len(left_out) == 2
-        others = f"{other}{over_rival.theirs}" if alone else "every other" if other else "every other model"
-        limits = (" that was trained under several seeds" if over_seeds else " that was run") if left_out else ""
-        limits = f", the only other{limits}" if alone and limits else limits
-        words = f"{model} is best: {score}, better than {others}{limits}"
-    else:
-        words = f"{model} scores {report.extreme}, {score}, but "
-        assert over_rival.difference is not None
-        if len(leaders) > 1:
-            them = f"{', '.join(leaders[:-1])} and {leaders[-1]}"
-            words = f"{them if over_seeds else f'the models of {them}'} tie for the {report.extreme} {score}"
-        elif over_rival.difference.verdict == "too few samples":
-            words += _too_few(*counts)
-        else:
-            words += (
-                f"no difference is shown against {other}{over_rival.theirs}"
-                if other
-                else f"{over_rival.theirs} may be as good or better"
-            )
-    return (f"The{words[3:]}" if words.startswith("the ") else words) + "."
 
 
 def too_few(samples: int, groups: int | None) -> bool:

@@ -286,8 +286,9 @@ def _run_words(runs: Sequence[Run]) -> Iterator[str]:
 
 def _batch_words(comparison: Comparison) -> Iterator[str]:
     """The sizes of the batches, and what another one changed."""
-    noise, runs = comparison.batch_noise, comparison.all_runs
-    if noise is None:
+    runs, key = comparison.all_runs, comparison.report.primary.key
+    again = [run for run in runs if f"{REBATCHED}{key}" in run.metrics]
+    if not again:
         return
     by_size: dict[str, dict[str, None]] = {}
     for run in runs:
@@ -299,7 +300,7 @@ def _batch_words(comparison: Comparison) -> Iterator[str]:
             f"Completions were generated in batches of several sizes ({sizes}), which may explain differences: set "
             "evaluation.batch_size in the profile."
         )
-    again = [run for run in runs if f"{REBATCHED}changed" in run.metrics]
+    noise = max(abs(float(run.metrics[f"{REBATCHED}{key}"]) - float(run.metrics[key])) for run in again)
     changed = ", ".join(f"{float(run.metrics[f'{REBATCHED}changed']):.1%} of {run.name}'s" for run in again)
     yield (
         f"In batches of half the size, {changed} completions are others, and {comparison.report.primary_words} changes "

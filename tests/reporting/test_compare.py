@@ -342,7 +342,8 @@ def test_what_matters_is_not_less_than_another_batch_changes(matters: float | No
     again = {"rebatched_score": 0.512, "rebatched_changed": 0.0625}
     trained = [run_of("a", scores_around(0.6, seed)) for seed in range(3)]
     base = score_contender(REPORT, "base", [run_of("base", np.full(60, 0.5), again)], baseline=None)
-    comparison = compare(REPORT, [base, score_contender(REPORT, "a", trained, baseline="base")], matters=matters)
+    contenders = [base, score_contender(REPORT, "a", trained, baseline="base")]
+    comparison = compare(replace(REPORT, matters=matters), contenders)
     assert ("compare.matters, 0.01, is less than that." in design_words(comparison)) == warned
 
 

@@ -18,7 +18,7 @@ def test_every_task_goes_through_all_stages() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_a_report_ranks_by_what_matters_and_asks_about_runs_of_params(task: str) -> None:
     params = load_params(ROOT / "params.yaml")
-    report = task_report(load_task(task, "report"), params, task)
+    report = task_report(params, task)
     assert report.primary.key in params.compare.matters
     asked = {name for question in report.questions for name in (question.ours, question.theirs)}
     assert asked <= {*params.recipes, *params.baselines}
@@ -28,7 +28,7 @@ def test_a_report_asks_what_params_ask_of_its_task() -> None:
     asked = "compare.against={r2-vision-only: r4-joint, r4-joint: r2-vision-only, r1-llm-only: r4-joint}"
     params = load_params(ROOT / "params.yaml", changes=[asked])
     known = load_task("detection", "report").REPORT.questions
-    questions = {task: task_report(load_task(task, "report"), params, task).questions for task in ("detection", "amr")}
+    questions = {task: task_report(params, task).questions for task in ("detection", "amr")}
     # A pair is asked about once: whether in both directions, or by the task's own questions already.
     once = Question("r2-vision-only against r4-joint", "r2-vision-only", "r4-joint")
     assert questions["detection"] == (*known, once)
@@ -38,5 +38,5 @@ def test_a_report_asks_what_params_ask_of_its_task() -> None:
 @pytest.mark.parametrize("task", ["amr", "moe"])
 def test_a_report_shows_the_score_that_chose_its_examples(task: str) -> None:
     """test_answers.py has the tasks with a score that depends on the records."""
-    report = task_report(load_task(task, "report"), load_params(ROOT / "params.yaml"), task)
+    report = task_report(load_params(ROOT / "params.yaml"), task)
     assert report.ordered_by == load_task(task, "scoring").ordered_by(None)

@@ -69,7 +69,7 @@ def main(task: str, experiments: tuple[str, ...], over: str | None, race: float 
         )
     params, console = load_params(), Console(highlight=False)
     refuse_unknown_metrics(params)
-    report = task_report(load_task(task, "report"), params, task)
+    report = task_report(params, task)
     if over:
         choose_settings(params, report, experiments, over, console=console)
     elif race:
@@ -98,21 +98,19 @@ def compare_experiments(
     names: Sequence[str],
     *,
     console: Console,
-    matters: float | None = None,
     race: str = "",
 ) -> None:
     """Compare, write and print.
 
     names: the experiments to compare; empty for the workspace and all experiments of HEAD that compare with it.
-    matters: the smallest difference that matters; None for that of params.yaml. race: how it ended, if there was one.
+    race: how it ended, if there was one.
     Raises UserError if there are not two seeds, and if those named differ in more.
     """
     task = report.task
     with tempfile.TemporaryDirectory() as folder:
         compared, left_out = comparable(task, names, Path(folder))
         contenders = read_contenders(params, report, [each.data_dir for each in compared])
-        matters = matters or params.compare.matters.get(report.primary.key)
-        comparison = compare(report, contenders, matters=matters)
+        comparison = compare(report, contenders)
         listed = ", ".join(each.name for each in compared)
         if not comparison.over_seeds:
             raise UserError(
@@ -122,7 +120,7 @@ def compare_experiments(
         seeds = sorted({run.plan.seed for run in comparison.all_runs if run.plan})
         notes = [f"Seeds {', '.join(map(str, seeds))}, of {len(compared)} experiments: {listed}."]
         notes += [f"{left_out_words(left_out)}."] if left_out else []
-        if matters is None:
+        if report.matters is None:
             notes.append(f"No recipe is called as good: params.yaml has no compare.matters.{report.primary.key}.")
         if race:
             notes += [race, "The other sentences do not take into account that seeds were added until then."]
@@ -174,7 +172,7 @@ def hold_race(params: Params, report: TaskReport, matters: float, *, jobs: int, 
             )
         queued |= needed
         queue(now.missing, baselines, console)
-    compare_experiments(params, report, (), console=console, matters=matters, race=now.words[-1])
+    compare_experiments(params, replace(report, matters=matters), (), console=console, race=now.words[-1])
 
 
 def choose_settings(
