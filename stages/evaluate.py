@@ -86,15 +86,11 @@ def task_of(params: Params, name: str) -> Task:
         require_answer_format(samples, answer_format, f"baselines.{name}.answer_format")
     else:
         answer_format = read_plan(params.recipe_name(name)).recipe.answer_format
-    records = samples.read_split(Path("data/prepared") / subject.data, params.scored)
     return Task(
         name=subject.task,
-        samples=samples,
-        scoring=scoring,
         answer_format=answer_format,
+        records=samples.read_split(Path("data/prepared") / subject.data, params.scored),
         models=scoring.models() if hasattr(scoring, "models") else {},
-        records=records,
-        questions=[samples.conversation(record, answered=False, answer_format=answer_format) for record in records],
     )
 
 
@@ -188,7 +184,7 @@ def evaluate_file(name: str, task: Task, path: Path) -> Evaluation:
     """Score another system's completions, from an answers file; no model is loaded."""
     memory = MemoryLog(())
     memory.loaded()
-    completions = read_completions(path, task.records, task.questions, task.samples, answer_format=task.answer_format)
+    completions = read_completions(path, task)
     metrics, rows = task.scoring.score(task.records, completions, answer_format=task.answer_format)
     lineage = Lineage(kind="answers", name=name, digest=file_digest(path), source={"file": str(path)})
     return Evaluation(metrics=metrics | {"answers": str(path)}, rows=rows, lineage=lineage, memory=memory)

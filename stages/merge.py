@@ -32,7 +32,7 @@ from stages.core.params.schema import EvaluationParams, made_by
 from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.evaluation.generate import TextGenerator, batch_size_for
-from stages.evaluation.score import score_completions, summary
+from stages.evaluation.score import Task, summary
 from stages.models.load import gpus_in_use, limit_visible_gpus, load_model
 from stages.models.merge import merge_certified, quantization_cost
 from stages.models.prompts import Processor, accepts, load_processor
@@ -102,15 +102,21 @@ def some_completions(
     plan: Plan, settings: EvaluationParams, processor: Processor, attempt: int
 ) -> tuple[Callable[[PreTrainedModel], tuple[list[str], dict[str, Any]]], int]:
     """The function that gives a model's completions of some validation samples, and their metrics; its batch size."""
-    samples, scoring = load_task(plan.recipe.task, "samples"), load_task(plan.recipe.task, "scoring")
-    records = samples.read_split(Path(plan.data_dir), "val")[: settings.quantization_samples]
-    options: dict[str, Any] = {"samples": samples, "answer_format": plan.recipe.answer_format, "settings": settings}
-    questions = [samples.conversation(each, answered=False, answer_format=options["answer_format"]) for each in records]
-    batch_size = batch_size_for(settings, len(questions), largest=MAX_BATCH_SIZE, attempt=attempt)
+    records = load_task(plan.recipe.task, "samples").read_split(Path(plan.data_dir), "val")
+    records = records[: settings.quantization_samples]
+    task = Task(name=plan.recipe.task, answer_format=plan.recipe.answer_format, records=records)
+    batch_size = batch_size_for(settings, len(records), largest=MAX_BATCH_SIZE, attempt=attempt)
 
     def complete(model: PreTrainedModel) -> tuple[list[str], dict[str, Any]]:
-        generator = TextGenerator(model=model, processor=processor, batch_size=batch_size, **options)
-        scored = score_completions(generator, records, questions, scoring)
+        generator = TextGenerator(
+            model=model,
+            processor=processor,
+            samples=task.samples,
+            answer_format=task.answer_format,
+            batch_size=batch_size,
+            settings=settings,
+        )
+        scored = task.score(generator)
         return scored.completions, scored.metrics
 
     return complete, batch_size

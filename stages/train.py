@@ -109,7 +109,7 @@ def read_inputs(plan: Plan) -> tuple[dict[str, Any], dict[str, Path]]:
     data, validator = {"data": data_dir / "train.parquet"}, None
     if plan.validation is not None:
         data["validation"] = data_dir / f"{plan.validation.split}.parquet"
-        validator = Validator.for_plan(plan, processor, samples, load_task(plan.recipe.task, "scoring"))
+        validator = Validator.for_plan(plan, processor)
     return {"processor": processor, "collator": collator, "validator": validator}, data
 
 

@@ -20,13 +20,14 @@ from trl.trainer.utils import add_fused_lm_head
 
 from stages.core.params.schema import DeviceParams
 from stages.data.conversation import Conversation, message
-from stages.evaluation.generate import decoded, generate_completions
+from stages.evaluation.generate import decoded
 from stages.evaluation.likelihood import answer_log_likelihoods
 from stages.models.certificate import MergeCertificate
 from stages.models.load import auto_class, load_model
 from stages.models.prompts import Processor, encode, end_tokens, load_processor, tokenizer_of
 from stages.training.resume import SaveInTime
 from tests.stage_runs import made, run, small_params, write_params
+from tests.tiny import generator_of
 from tests.tiny_families import tokenizer_for
 
 TEXT: Mapping[str, Any] = {
@@ -232,7 +233,7 @@ def head_deviations(folder: Path) -> dict[str, float]:
 def completions(folder: Path) -> tuple[list[str], list[str]]:
     """Completions in a batch, and those of the model's own `generate` one by one."""
     model, processor = load_tiny(folder)
-    together = generate_completions(model, processor, ASKED, batch_size=8, max_new_tokens=NEW_TOKENS)
+    together = generator_of(model, processor, batch_size=8, max_new_tokens=NEW_TOKENS).completions(ASKED)
     ends, alone = end_tokens(tokenizer_of(processor)), []
     for question in ASKED:
         inputs = encode(processor, [question], padding_side="left")

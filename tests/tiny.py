@@ -1,13 +1,16 @@
 """Tiny models and conversations for tests: the real classes and files, random weights, a fraction of a second."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+from stages.core.params.schema import EvaluationParams
 from stages.data.conversation import Conversation
-from stages.models.prompts import load_processor
+from stages.evaluation.generate import TextGenerator
+from stages.models.prompts import Processor, load_processor
 from tests import ROOT
 
 QUESTION = "Detect the bounding box of the nutrition table."
@@ -34,6 +37,21 @@ def tiny_text_model(*, num_experts: int = 0) -> tuple[Qwen2ForCausalLM | Qwen2Mo
     experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = Qwen2MoeConfig(**sizes, **experts, shared_expert_intermediate_size=32, norm_topk_prob=True)
     return Qwen2MoeForCausalLM(config).eval(), tokenizer
+
+
+def generator_of(
+    model: PreTrainedModel, processor: Processor, *, batch_size: int, max_new_tokens: int, complete: Any = None
+) -> TextGenerator:
+    """complete: the task's test of whether a completion is complete, if it has one."""
+    task: Any = SimpleNamespace(**({"completeness_test": lambda _: complete} if complete else {}))
+    return TextGenerator(
+        model=model,
+        processor=processor,
+        samples=task,
+        answer_format=None,
+        batch_size=batch_size,
+        settings=EvaluationParams(max_new_tokens=max_new_tokens),
+    )
 
 
 def table_conversation(index: int, *, answered: bool = True) -> Conversation:

@@ -81,17 +81,29 @@ class TextGenerator:
         """The task's samples for this model."""
         return samples_for(self.samples, self.model.config.model_type, self.processor)
 
+    @torch.no_grad()  # in inference mode nothing that it caches could be used in training
     def completions(self, questions: Sequence[Conversation]) -> list[Completion]:
-        """The completion of each of these conversations, which end with a question, in order."""
-        return generate_completions(
-            self.model,
-            self.processor,
-            questions,
-            batch_size=self.batch_size,
-            max_new_tokens=self.settings.max_new_tokens,
-            room=self.settings.room,
-            complete=completeness_test(self.samples, self.answer_format),
-        )
+        """The completion of each of these conversations, which end with a question, in order. The log says how many
+        were cut at max_new_tokens."""
+        # A second tokenizer, as a fast one may not encode in one thread while it decodes in another.
+        tokenizer, max_new_tokens = copy.deepcopy(tokenizer_of(self.processor)), self.settings.max_new_tokens
+        ends, complete = end_tokens(tokenizer), completeness_test(self.samples, self.answer_format)
+
+        def is_whole(tokens: list[int]) -> bool:
+            return tokens[-1] in ends or (complete is not None and complete(decoded(tokenizer, tokens, ends)))
+
+        at_once, room = prefill_batch_size(self.batch_size), self.settings.room
+        batches = encoded_batches(self.processor, questions, at_once, padding_side="left", max_length=room)
+        progress = Progress("completions %d/%d  %.1f samples/s", len(questions))
+        completions: dict[int, Completion] = {}
+        for index, tokens in generated_tokens(
+            self.model, batches, is_whole, batch_size=self.batch_size, max_new_tokens=max_new_tokens
+        ):
+            completions[index] = completion_of(tokenizer, tokens, ends, complete)
+            progress(len(completions))
+        if num_cut := sum(completion.is_cut for completion in completions.values()):
+            log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), max_new_tokens)
+        return [completions[index] for index in range(len(questions))]
 
     def likelihoods(self, conversations: Sequence[Conversation]) -> list[AnswerLikelihood]:
         """Likelihood of the answers in each answered conversation, in order."""
@@ -156,45 +168,6 @@ def load_generator(
 def completeness_test(samples: ModuleType, answer_format: str | None) -> Callable[[str], bool] | None:
     """A task's test of whether a partial completion is complete; None if only the end of the turn ends it."""
     return samples.completeness_test(answer_format) if hasattr(samples, "completeness_test") else None
-
-
-@torch.no_grad()  # in inference mode nothing that it caches could be used in training
-def generate_completions(
-    model: PreTrainedModel,
-    processor: Processor,
-    questions: Sequence[Conversation],
-    *,
-    batch_size: int,
-    max_new_tokens: int,
-    room: int | None = None,
-    complete: Callable[[str], bool] | None = None,
-) -> list[Completion]:
-    """The completion of each of these conversations, which end with a question, in order.
-
-    max_new_tokens: limit of a completion; the log says how many were cut there.
-    room: limit of a question in tokens, for which its shortenable text is cut.
-    complete: whether a partial completion is complete, if not only the end of the turn ends it.
-    """
-    # A second tokenizer, as a fast one may not encode in one thread while it decodes in another.
-    tokenizer = copy.deepcopy(tokenizer_of(processor))
-    ends = end_tokens(tokenizer)
-
-    def is_whole(tokens: list[int]) -> bool:
-        return tokens[-1] in ends or (complete is not None and complete(decoded(tokenizer, tokens, ends)))
-
-    batches = encoded_batches(
-        processor, questions, prefill_batch_size(batch_size), padding_side="left", max_length=room
-    )
-    progress = Progress("completions %d/%d  %.1f samples/s", len(questions))
-    completions: dict[int, Completion] = {}
-    for index, tokens in generated_tokens(
-        model, batches, is_whole, batch_size=batch_size, max_new_tokens=max_new_tokens
-    ):
-        completions[index] = completion_of(tokenizer, tokens, ends, complete)
-        progress(len(completions))
-    if num_cut := sum(completion.is_cut for completion in completions.values()):
-        log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), max_new_tokens)
-    return [completions[index] for index in range(len(questions))]
 
 
 def completion_of(

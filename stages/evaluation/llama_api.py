@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from stages.core.errors import UserError
 from stages.planning.ladder import LOGIT_ROWS
 
 
@@ -70,11 +71,15 @@ def log_probs(path: Path, sequences: Sequence[tuple[list[int], list[int]]]) -> I
     with ExitStack() as stack:
         library.llama_log_set(SILENT, None)
         model = library.llama_model_load_from_file(bytes(path), library.llama_model_default_params())
+        if not model:
+            raise UserError(f"llama.cpp cannot load {path}: it is damaged, or memory is short")
         stack.callback(library.llama_model_free, model)
         num_tokens = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
         settings = library.llama_context_default_params()
         settings.n_ctx = max(len(ids) for ids, _ in sequences)
         context = library.llama_init_from_model(model, settings)
+        if not context:
+            raise UserError(f"llama.cpp has no memory for {settings.n_ctx} tokens of {path}")
         stack.callback(library.llama_free, context)
         library.llama_set_n_threads(context, *[torch.get_num_threads()] * 2)
         cached = list[int]()

@@ -11,7 +11,8 @@ import time
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from stages.core.errors import UserError, join_truncated, pluralize
 from stages.core.given_files import require_own
 from stages.core.records import shown
+from stages.core.tasks import load_task
 from stages.data.conversation import Conversation
 from stages.data.texts import SURROGATE, UnreadableText, json_objects, read_text
 
@@ -40,53 +42,47 @@ class Scored:
     """Seconds of generation."""
 
 
-def score_completions(
-    generator: TextGenerator | LlamaCpp,
-    records: Sequence[Any],
-    questions: Sequence[Conversation],
-    scoring: ModuleType,
-    *,
-    completions: list[str] | None = None,
-    **options: Any,
-) -> Scored:
-    """Have the model complete the questions of a task's records, and score its completions.
-
-    scoring: module of the task. completions: another engine's, which are scored instead. options: of its `score`.
-    """
-    started = time.monotonic()
-    if completions is None:
-        completions = [*generator.completions(questions)]
-    generation_s = time.monotonic() - started
-    samples, answer_format = generator.model_samples, generator.answer_format
-    if hasattr(samples, "score_options"):
-        options |= samples.score_options(records)
-    if hasattr(samples, "candidates"):  # reference answers to compute the likelihood of
-        options["likelihoods"] = generator.likelihoods(samples.candidates(records, answer_format=answer_format))
-        if hasattr(samples, "domain"):  # a mixture has an expert for each
-            answered = [samples.conversation(each, answered=True, answer_format=answer_format) for each in records]
-            options["routing"] = generator.routing(answered)
-    metrics, rows = scoring.score(records, completions, answer_format=answer_format, **options)
-    return Scored(completions=completions, metrics=metrics, rows=rows, generation_s=generation_s)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A run's task, with the samples that it is scored on."""
+    """A task, with the samples that models are scored on."""
 
     name: str
-    samples: ModuleType
-    scoring: ModuleType
     answer_format: str | None
-    models: dict[str, Any]
-    """Options of `score`: models that it scores with, besides the evaluated one."""
     records: Sequence[Any]
-    questions: Sequence[Conversation]
+    models: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `scoring.score`: models that it scores with, besides the evaluated one."""
+
+    @property
+    def samples(self) -> ModuleType:
+        return load_task(self.name, "samples")
+
+    @property
+    def scoring(self) -> ModuleType:
+        return load_task(self.name, "scoring")
+
+    @cached_property
+    def questions(self) -> list[Conversation]:
+        ask = partial(self.samples.conversation, answered=False, answer_format=self.answer_format)
+        return [ask(record) for record in self.records]
 
     def score(self, generator: TextGenerator | LlamaCpp, completions: list[str] | None = None) -> Scored:
-        """Score a model's completions, or another engine's."""
-        return score_completions(
-            generator, self.records, self.questions, self.scoring, completions=completions, **self.models
-        )
+        """Have the model complete the questions, and score its completions; or score `completions`, another engine's
+        of the same model."""
+        started = time.monotonic()
+        if completions is None:
+            completions = [*generator.completions(self.questions)]
+        generation_s = time.monotonic() - started
+        samples, options = generator.model_samples, dict(self.models)
+        if hasattr(samples, "score_options"):
+            options |= samples.score_options(self.records)
+        if hasattr(samples, "candidates"):  # reference answers to compute the likelihood of
+            candidates = samples.candidates(self.records, answer_format=self.answer_format)
+            options["likelihoods"] = generator.likelihoods(candidates)
+            if hasattr(samples, "domain"):  # a mixture has an expert for each
+                answer = partial(samples.conversation, answered=True, answer_format=self.answer_format)
+                options["routing"] = generator.routing([answer(record) for record in self.records])
+        metrics, rows = self.scoring.score(self.records, completions, answer_format=self.answer_format, **options)
+        return Scored(completions=completions, metrics=metrics, rows=rows, generation_s=generation_s)
 
 
 def rebatched(generator: TextGenerator, task: Task, scored: Scored) -> dict[str, Any]:
@@ -98,28 +94,21 @@ def rebatched(generator: TextGenerator, task: Task, scored: Scored) -> dict[str,
     return metrics | {"batch_size": halved.batch_size, "changed": 1 - same / len(task.records)}
 
 
-def read_completions(
-    path: Path,
-    records: Sequence[Any],
-    questions: Sequence[Conversation],
-    samples: ModuleType,
-    *,
-    answer_format: str | None,
-) -> list[str]:
-    """Another system's completions from an answers file, one for each record, in their order.
+def read_completions(path: Path, task: Task) -> list[str]:
+    """Another system's completions from an answers file, one for each of the task's records, in their order.
 
     The file has JSON Lines, each with the `id` of a sample and the completion as its `answer`; or a form of the task's
     own, which its `samples.read_completions(path, records, answer_format)` reads as (line, id, text).
     Raises UserError, which names the samples, for one without a completion, with several, or unknown.
     """
     require_own(path, path.parent)
-    own = getattr(samples, "read_completions", None)
+    own = getattr(task.samples, "read_completions", None) if path.suffix != ".jsonl" else None
     try:
-        given = list(own(path, records, answer_format) if own and path.suffix != ".jsonl" else _json_completions(path))
+        given = list(own(path, task.records, task.answer_format) if own else _json_completions(path))
     except UnreadableText as error:
         raise UserError(f"{path}: {error}") from None
     completions: dict[str, str] = {}
-    known = dict.fromkeys(question.sample_id for question in questions)
+    known = dict.fromkeys(question.sample_id for question in task.questions)
     problems: dict[str, list[str]] = {"no such sample": [], "a second answer": []}
     for line, sample_id, text in given:
         if sample_id not in known or sample_id in completions:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType
 
 import torch
 from peft import PeftModel
@@ -23,8 +22,9 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import EvaluationParams
+from stages.core.tasks import load_task
 from stages.evaluation.generate import TextGenerator
-from stages.evaluation.score import score_completions
+from stages.evaluation.score import Task
 from stages.internals.transformers_internals import attending_by, on_device
 from stages.models.load import attention_of, resolve_attention
 from stages.models.prompts import Processor, count_tokens
@@ -49,31 +49,28 @@ class Validator:
     completions."""
 
     @classmethod
-    def for_plan(cls, plan: Plan, processor: Processor, samples: ModuleType, scoring: ModuleType) -> Validator:
-        """The validator of a plan, which generates and scores completions as `evaluate` does. samples, scoring: the
-        task's modules of these names."""
-        wanted = plan.validation
+    def for_plan(cls, plan: Plan, processor: Processor) -> Validator:
+        """The validator of a plan, which generates and scores completions as `evaluate` does."""
+        wanted, samples = plan.validation, load_task(plan.recipe.task, "samples")
         assert wanted is not None
         records = samples.read_split(Path(plan.data_dir), wanted.split)
         collator = ConversationCollator.for_plan(plan, processor, records, samples)
         chosen = choose_samples(collator, plan)
         asked = [records[number] for number in chosen[: wanted.score_samples]]
         log.info("validates on %s of %s, completes %d", pluralize(len(chosen), "sample"), wanted.split, len(asked))
-        questions = [
-            samples.conversation(record, answered=False, answer_format=plan.recipe.answer_format) for record in asked
-        ]
+        task = Task(name=plan.recipe.task, answer_format=plan.recipe.answer_format, records=asked)
 
         def score(model: PreTrainedModel) -> float:
             generator = TextGenerator(
                 model=model,
                 processor=processor,
-                samples=samples,
-                answer_format=plan.recipe.answer_format,
+                samples=task.samples,
+                answer_format=task.answer_format,
                 batch_size=plan.memory.micro_batch,
                 settings=EvaluationParams(max_new_tokens=wanted.max_new_tokens, max_length=wanted.max_length),
             )
-            rows = score_completions(generator, asked, questions, scoring).rows
-            return fmean(row[scoring.ordered_by(record)] for record, row in zip(asked, rows, strict=True))
+            rows = task.score(generator).rows
+            return fmean(row[task.scoring.ordered_by(record)] for record, row in zip(asked, rows, strict=True))
 
         return cls(collator=collator, chosen=chosen, score=score if asked else None)
 

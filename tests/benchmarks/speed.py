@@ -27,11 +27,11 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from stages.core.params import load_params
-from stages.core.params.schema import DeviceParams, LimitParams
+from stages.core.params.schema import DeviceParams, EvaluationParams, LimitParams
 from stages.core.tasks import load_task
 from stages.data.conversation import Conversation
 from stages.data.prepared import prepare
-from stages.evaluation.generate import completeness_test, generate_completions
+from stages.evaluation.generate import TextGenerator
 from stages.internals.accelerate_internals import reset_accelerator
 from stages.mixture.trainer import make_trainer
 from stages.models.adapters import load_trainable, lora_config
@@ -182,12 +182,16 @@ class Bench:
         model, processor = load_base(plan).eval(), load_processor(Path(plan.base_dir), plan.images)
         ask = partial(self.samples.conversation, answered=False, answer_format=plan.recipe.answer_format)
         questions = list(map(ask, self.records[:COMPLETIONS]))
-        limits: dict[str, Any] = {
-            "max_new_tokens": 64,
-            "complete": completeness_test(self.samples, plan.recipe.answer_format),
-        }
+        generator = TextGenerator(
+            model=model,
+            processor=processor,
+            samples=self.samples,
+            answer_format=plan.recipe.answer_format,
+            batch_size=batch_size,
+            settings=EvaluationParams(max_new_tokens=64),
+        )
         began = now_s()
-        generate_completions(model, processor, questions, batch_size=batch_size, **limits)
+        generator.completions(questions)
         return now_s() - began
 
 

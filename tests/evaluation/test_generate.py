@@ -19,14 +19,13 @@ from stages.data.conversation import Conversation, message
 from stages.evaluation.generate import (
     batch_size_for,
     encoded_batches,
-    generate_completions,
     load_generator,
 )
 from stages.models.load import load_model
 from stages.models.prompts import Processor, encode, load_processor, tokenizer_of
 from stages.planning.ladder import prefill_batch_size
 from tests import ROOT
-from tests.tiny import table_conversation
+from tests.tiny import generator_of, table_conversation
 
 DETECTION = load_task("detection", "samples")
 TINY = replace(load_params(ROOT / "params.yaml").on("tiny").active, images=None)
@@ -105,7 +104,8 @@ def test_batches_generate_the_same_as_one_by_one(tiny_vlm: Path, batch_size: int
     processor = load_processor(tiny_vlm, None)
     expected = [processor.tokenizer.decode(alone(model, processor, question, 12)) for question in QUESTIONS]
     assert len(set(expected)) > 1, "the questions must not all have one completion, or the test could not fail"
-    assert generate_completions(model, processor, QUESTIONS, batch_size=batch_size, max_new_tokens=12) == expected
+    generator = generator_of(model, processor, batch_size=batch_size, max_new_tokens=12)
+    assert generator.completions(QUESTIONS) == expected
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 24, 72])
@@ -125,7 +125,7 @@ def test_a_completion_leaves_the_batch_when_it_ends(tiny_dense: Any, batch_size:
     model.register_forward_pre_hook(
         lambda _model, _args, inputs: passes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
     )
-    completions = generate_completions(model, tokenizer, asked, batch_size=batch_size, max_new_tokens=12)
+    completions = generator_of(model, tokenizer, batch_size=batch_size, max_new_tokens=12).completions(asked)
     assert completions == [tokenizer.decode(ids) for ids in expected]
     assert [each.is_cut for each in completions] == [len(ids) == 12 for ids in expected]
     lengths = [len(ids) for ids in expected]
@@ -145,10 +145,12 @@ def test_a_completion_ends_when_it_is_complete(tiny_vlm: Path) -> None:
     def complete(text: str) -> bool:
         return len(text) >= 10 or "e" in text
 
-    ended = generate_completions(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=12, complete=complete)
-    growing = [
-        generate_completions(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=n) for n in range(1, 13)
-    ]
+    def completions(max_new_tokens: int, **options: Any) -> list[Any]:
+        generator = generator_of(model, processor, batch_size=40, max_new_tokens=max_new_tokens, **options)
+        return generator.completions(QUESTIONS[:5])
+
+    ended = completions(12, complete=complete)
+    growing = [completions(length) for length in range(1, 13)]
     assert ended == [next(filter(complete, completions)) for completions in zip(*growing, strict=True)]
     assert not any(completion.is_cut for completion in ended)
     assert len({len(completion) for completion in ended}) > 1, "else they would all end together"

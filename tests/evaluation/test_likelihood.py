@@ -8,13 +8,12 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from stages import evaluate
 from stages.core.errors import UserError
-from stages.core.params.schema import EvaluationParams
 from stages.data.conversation import Conversation, message
 from stages.evaluation import likelihood
-from stages.evaluation.generate import TextGenerator
 from stages.evaluation.likelihood import AnswerLikelihood, answer_log_likelihoods, routing
 from stages.models.prompts import encode
 from stages.planning.ladder import prefill_batch_size
+from tests.tiny import generator_of
 
 
 def answered(question: str, answer: str, transcript: str = "") -> Conversation:
@@ -130,9 +129,7 @@ def test_a_generator_scores_its_batch_and_guards_one_by_one(
     tiny_dense: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = tiny_dense
-    settings = EvaluationParams(max_new_tokens=1)
-    options: Any = {"samples": None, "answer_format": None, "batch_size": batch_size, "settings": settings}
-    generator = TextGenerator(model=model, processor=tokenizer, **options)
+    generator = generator_of(model, tokenizer, batch_size=batch_size, max_new_tokens=1)
     rows: list[int] = []
     sums = likelihood._sums
 

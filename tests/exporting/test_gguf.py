@@ -110,6 +110,13 @@ def test_llama_cpp_answers_and_scores_as_transformers_does(
     assert generator.likelihoods([]) == []
 
 
+def test_a_file_that_llama_cpp_cannot_load_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=f"llama.cpp cannot load {path}: it is damaged"):
+        [*llama_api.log_probs(path, [([1, 2], [1])])]
+
+
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_file_has_the_models_own_template_and_tokenizer(
     folders: dict[str, Path], tmp_path: Path, family: str
