@@ -28,7 +28,7 @@ from rich.text import Text
 from stages.core.atomic import atomic_write
 from stages.evaluation.statistics import Floats, Interval
 from stages.reporting.compare import Comparison, Contender, Metric, interval_words
-from stages.reporting.runs import FAILURE, Curve, Run
+from stages.reporting.runs import FAILURE, Run
 from stages.reporting.sections import (
     comparison_markdown,
     comparison_table,
@@ -108,15 +108,6 @@ class Drawing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InlineImage:
-    source: str
-    """A data: URI."""
-    width: int
-    height: int
-    description: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class IntervalRow:
     label: str
     value: float
@@ -185,25 +176,22 @@ def data_uri(media_type: str, content: bytes) -> str:
     return f"data:{media_type};base64,{base64.b64encode(content).decode('ascii')}"
 
 
-def inline_image(path: Path, description: str) -> InlineImage:
-    """An image file as a data: URI, scaled down and stored as JPEG if it is large."""
-    with Image.open(path, formats=["PNG", "JPEG"]) as image:
-        size, media_type, content = image.size, "image/png", path.read_bytes()
-        if image.width > MAX_IMAGE_WIDTH or len(content) > MAX_PNG_BYTES or image.format != "PNG":
-            scale = min(1.0, MAX_IMAGE_WIDTH / image.width)
-            size = round(image.width * scale), round(image.height * scale)
-            stored = io.BytesIO()
-            # Without chroma subsampling: it would smear the thin red and green outlines.
-            image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(stored, "JPEG", quality=85, subsampling=0)
-            media_type, content = "image/jpeg", stored.getvalue()
-    source = data_uri(media_type, content)
-    return InlineImage(source=source, width=size[0], height=size[1], description=description)
+def inline_image(path: Path) -> str:
+    """A PNG file as a data: URI, scaled down and stored as JPEG if it is large."""
+    with Image.open(path, formats=["PNG"]) as image:
+        if image.width <= MAX_IMAGE_WIDTH and path.stat().st_size <= MAX_PNG_BYTES:
+            return data_uri("image/png", path.read_bytes())
+        shrunk, stored = image.convert("RGB"), io.BytesIO()
+    shrunk.thumbnail((MAX_IMAGE_WIDTH, image.height), Image.Resampling.LANCZOS)
+    # Without chroma subsampling: it would smear the thin red and green outlines.
+    shrunk.save(stored, "JPEG", quality=85, subsampling=0)
+    return data_uri("image/jpeg", stored.getvalue())
 
 
-def _gallery(run: Run) -> dict[str, list[InlineImage]]:
+def _gallery(run: Run) -> dict[str, list[str]]:
     """The images of a run's examples by kind."""
     return {
-        _heading(run, kind): [inline_image(path, f"{run.name}, {path.stem.replace('-', ' ')}") for path in paths]
+        _heading(run, kind): [inline_image(path) for path in paths]
         for kind, examples in run.examples.items()
         if (paths := [path for path in examples.values() if path])
     }
@@ -215,15 +203,14 @@ def _heading(run: Run, kind: str) -> str:
     return kind if count is None else f"{kind.replace('_', ' ')}: {count} of {run.metrics['samples']}"
 
 
-def _marked(runs: Sequence[Run]) -> dict[int, dict[str, InlineImage | None]]:
+def _marked(runs: Sequence[Run]) -> dict[int, dict[str, str | None]]:
     """The samples that are an example of any run, the random ones first: the kinds with the runs' names, the images."""
     examples = [(run, kind) for run in runs for kind in run.examples]
-    marked: dict[int, dict[str, InlineImage | None]] = {}
+    marked: dict[int, dict[str, str | None]] = {}
     for run, kind in sorted(examples, key=lambda each: each[1] != "random"):
         for sample, path in run.examples[kind].items():
             mark = kind if kind == "random" else f"{run.name}, {_heading(run, kind)}"
-            image = inline_image(path, f"images of {run.sample_ids[sample]}") if path else None
-            marked.setdefault(sample, {})[mark] = image
+            marked.setdefault(sample, {})[mark] = inline_image(path) if path else None
     return marked
 
 
@@ -315,16 +302,16 @@ def _curve_drawings(runs: Sequence[Run], colours: Mapping[str, str]) -> list[Dra
 
 
 def plot_curves(
-    axes: Axes, theme: Theme, *, curves: Mapping[str, Curve], colours: Mapping[str, str], ylabel: str, smoothed: bool
+    axes: Axes, theme: Theme, *, curves: Mapping[str, Floats], colours: Mapping[str, str], ylabel: str, smoothed: bool
 ) -> None:
     """Curves by step: the points, or the logged values, faint, and a smoothed curve."""
-    for (name, curve), dash in zip(curves.items(), itertools.cycle(_DASHES), strict=False):
+    for (name, (steps, values)), dash in zip(curves.items(), itertools.cycle(_DASHES), strict=False):
         line: dict[str, Any] = {"color": theme[colours[name]], "linewidth": 1.9, "linestyle": dash, "label": name}
         if smoothed:
-            axes.plot(curve.steps, curve.values, color=line["color"], linewidth=0.8, alpha=0.3)
-            axes.plot(curve.steps, smooth(curve.values), **line)
+            axes.plot(steps, values, color=line["color"], linewidth=0.8, alpha=0.3)
+            axes.plot(steps, smooth(values), **line)
         else:
-            axes.plot(curve.steps, curve.values, marker="o", markersize=4, **line)
+            axes.plot(steps, values, marker="o", markersize=4, **line)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(ylabel)
     figure = axes.get_figure(root=True)

@@ -69,14 +69,6 @@ Figure: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Annotated[flo
 """A metric in metrics.json."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    steps: Floats
-    """(points,)"""
-    values: Floats
-    """(points,)"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One evaluated model."""
@@ -106,8 +98,8 @@ class Run:
     """None for an untrained base, as are the next two."""
     training: TrainingSummary | None = None
     certificate: MergeCertificate | None = None
-    curves: Mapping[str, Curve] = field(default_factory=dict)
-    """The curves that were written, by their names in CURVES."""
+    curves: Mapping[str, Floats] = field(default_factory=dict)
+    """The curves that were written, by their names in CURVES: (2, points), the steps and the values."""
     examples: Mapping[str, Mapping[int, Path | None]]
     """Numbers of samples by kind, the most extreme first, each with its image; None if the task draws none of it."""
     memory: tuple[StageMemory, ...] = ()
@@ -199,9 +191,9 @@ def read_run(
         training=TrainingSummary.read(run_dir / "training/training.json", fix=fix) if trained else None,
         certificate=MergeCertificate.read(run_dir / "merge.json", fix=fix) if trained else None,
         curves={
-            figure: curve
+            figure: _read_curve(run_dir / path, fix)
             for figure, path in CURVES.items()
-            if trained and (curve := _read_curve(run_dir / path, fix)) is not None
+            if trained and (run_dir / path).is_file()
         },
         examples=_examples(rows, run_dir / EXAMPLES_DIR),
         memory=tuple(
@@ -285,13 +277,10 @@ def _numbers(rows: Sequence[Mapping[str, Any]], name: str, path: Path, fix: str)
     return values
 
 
-def _read_curve(path: Path, fix: str) -> Curve | None:
-    """A curve that `training.records.write_curves` wrote; None for a file that is not there."""
-    if not path.is_file():
-        return None
+def _read_curve(path: Path, fix: str) -> Floats:
+    """A curve that `training.records.write_curves` wrote."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()[1:]
-        steps, values = np.array([line.split("\t") for line in lines], dtype=np.float64).T
-    except (OSError, ValueError) as error:
-        raise damaged(path, {"the file": " ".join(str(error).split())}, fix=fix) from None
-    return Curve(steps=steps, values=values)
+        steps, values = np.loadtxt(path, skiprows=1, ndmin=2).T
+    except ValueError as error:
+        raise damaged(path, {"the file": str(error)}, fix=fix) from None
+    return np.stack([steps, values])

@@ -164,12 +164,9 @@ def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
     flat: dict[str, float | str] = {"best": comparison.best.name, "evidence_enough": comparison.conclusive}
     for contender in comparison.evaluated:
         for key, score in contender.scores.items():
-            if score is None or (score.interval is None and key != contender.primary):
-                continue
-            recorded = contender.metric(key)
-            assert recorded is not None, key
-            flat[f"{contender.name}.{key}"] = score.mean if key == contender.primary else recorded
-            if score.interval:
+            if score and (score.interval or key == contender.primary):
+                flat[f"{contender.name}.{key}"] = score.mean
+            if score and score.interval:
                 flat[f"{contender.name}.{key}_interval"] = f"[{score.interval.low:.3f}, {score.interval.high:.3f}]"
     return flat
 

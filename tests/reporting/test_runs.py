@@ -28,7 +28,7 @@ def test_a_trained_run_is_read(tmp_path: Path) -> None:
     assert run.columns["iou"].tolist() == scores.tolist()
     assert run.sample_ids == ("image-000", "image-001")
     assert (run.plan.name, run.training.num_steps) == ("r1-llm-only", 30)
-    assert {figure: curve.steps.tolist() for figure, curve in run.curves.items()} == {
+    assert {figure: curve[0].tolist() for figure, curve in run.curves.items()} == {
         "training loss": list(range(1, 31)),
         "validation loss": [15, 30],
     }

@@ -250,12 +250,12 @@ def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequ
         for _, label in record.targets() or [(None, None)]:
             firsts.setdefault(label, record)
     shown = {id(record): record for record in (*firsts.values(), *ordered)}
-    images = []
+    images = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "example.png"
         for record in list(shown.values())[:SHOWN]:
             draw_boxes(record, record.targets(), TRUTH_COLOUR).save(path)
-            images.append(inline_image(path, printable(record.image_id)))
+            images[printable(record.image_id)] = inline_image(path)
     page = environment.get_template("page.html").render(
         name=name, lines=lines, problems=[printable(problem) for problem in problems[:100]], images=images
     )
