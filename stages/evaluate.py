@@ -47,7 +47,15 @@ from stages.planning.ladder import MAX_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
 from stages.planning.plan import read_plan
 from stages.planning.prediction import PlannedMemory, prediction_metrics, read_memory
-from stages.reporting.runs import EXAMPLE_COLUMN, FAILURE, GROUP_COLUMN, REBATCHED, copy_to_report, report_runs_dir
+from stages.reporting.runs import (
+    EXAMPLE_COLUMN,
+    FAILURE,
+    GROUP_COLUMN,
+    ORDERED_BY,
+    REBATCHED,
+    copy_to_report,
+    report_runs_dir,
+)
 from stages.reporting.tracking import track_evaluation
 from stages.training.records import TrainingSummary
 
@@ -66,7 +74,8 @@ def main(name: str, attempt: int) -> None:
     params = load_params()
     task = task_of(params, name)
     evaluation = evaluate(params, name, task, attempt=attempt)
-    metrics = evaluation.metrics | ({} if params.scored == "val" else {"split": params.scored})
+    metrics = evaluation.metrics | {ORDERED_BY: task.scoring.ordered_by(task.records[0])}
+    metrics |= {} if params.scored == "val" else {"split": params.scored}
     metrics |= {f"{FAILURE}{kind}": len(rows) for kind, rows in failures(evaluation.rows, task.scoring).items()}
     for guard in params.guards if evaluation.guarded else ():
         values = [(row["nats"], row["tokens"]) for row in evaluation.guarded if row["guard"] == guard]

@@ -22,7 +22,7 @@ from stages.core.provenance import records_dir
 from stages.models.certificate import QuantizationCost
 from stages.planning.memory_use import StageMemory, stage_memory_path
 from stages.planning.resolve import resolve_plan
-from stages.reporting.runs import EXAMPLE_COLUMN, EXAMPLE_KINDS, MODEL_LINEAGE_FILE
+from stages.reporting.runs import EXAMPLE_COLUMN, EXAMPLE_KINDS, MODEL_LINEAGE_FILE, ORDERED_BY
 from stages.tasks.detection.report import REPORT
 from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING
 
@@ -78,8 +78,9 @@ def write_made_up_run(
         metric.key: float(np.mean(scores if metric.evidence else scores > 0.5)) if len(scores) else 0.0
         for metric in REPORT.metrics
     }
+    others = {"samples": len(scores), "samples_per_second": 12.5, ORDERED_BY: REPORT.primary.evidence[0]}
     memory = {"memory_predicted_gib": 1.25, "memory_measured_gib": 1.5} if params else {}
-    _write_json(run_dir / "metrics.json", {**figures, **memory, "samples": len(scores), "samples_per_second": 12.5})
+    _write_json(run_dir / "metrics.json", {**figures, **memory, **others})
     for mark in itertools.chain(*marks):
         _write_example(run_dir / "examples" / f"{mark}.png")
     if params is not None:

@@ -86,8 +86,6 @@ class TaskReport:
     """Columns of predictions.parquet that identify a sample: its id, then its truth; with `shown`, these are its id,
     the question and the reference answer."""
     questions: tuple[Question, ...]
-    ordered_by: str
-    """The per-sample column that orders examples, as the task's `scoring.ordered_by` says."""
     shown: tuple[str, ...] = ()
     """Columns of text that examples show of a completion, those that are not null; empty if they are images alone."""
     matters: float | None = None
@@ -110,7 +108,7 @@ class TaskReport:
     @property
     def columns(self) -> tuple[str, ...]:
         """The per-sample columns that a comparison needs."""
-        needed = {self.ordered_by}
+        needed: set[str] = set()
         for metric in (metric for metric in self.measured if metric.guard is None):
             needed |= {*metric.evidence, *([metric.among] if metric.among else [])}
         return tuple(sorted(needed))

@@ -38,6 +38,8 @@ EXAMPLE_KINDS = ("best", "worst", "random")
 EXAMPLE_COLUMN = "examples"
 """The column of predictions.parquet that says as which examples a report shows the sample, each KIND-RANK; the image
 of one, if there is one, is KIND-RANK.png in EXAMPLES_DIR."""
+ORDERED_BY = "ordered_by"
+"""The entry of metrics.json that names the column of predictions.parquet by which the best and worst were chosen."""
 MAX_TEXT = 4_000
 """Characters of a question, a reference answer or a completion in an example."""
 FAILURE = "failure_"
@@ -160,6 +162,10 @@ def read_run(
     name = run_dir.name
     stage = evaluation_stage(name, trained=trained, exported=exported)
     fix = rebuild(stage)
+    metrics = read_record(dict[str, Figure], metrics_path, fix=fix)
+    if ORDERED_BY not in metrics:
+        raise UserError(f"{metrics_path} has no {ORDERED_BY}; rebuild it with: {fix}")
+    columns = [*dict.fromkeys((*columns, str(metrics[ORDERED_BY])))]
     grouped = [GROUP_COLUMN] * (GROUP_COLUMN in read_schema(predictions_path, fix=f"rebuild it with: {fix}").names)
     needed = dict.fromkeys((*identity, *columns, *shown, *grouped, "text", EXAMPLE_COLUMN))
     rows = _read_predictions(predictions_path, [*needed], fix)
@@ -170,7 +176,6 @@ def read_run(
         of_guard = [row for row in guarded if row["guard"] == guard]
         values[f"{GUARD}{guard}_{column}"] = _numbers(of_guard, column, path, fix)
     lineage = read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=fix)
-    metrics = read_record(dict[str, Figure], metrics_path, fix=fix)
     return Run(
         name=name,
         stage=stage,

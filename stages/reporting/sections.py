@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from math import isclose
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -226,12 +227,19 @@ def design_words(comparison: Comparison) -> list[str]:
         samples += f" p is corrected for {families[0]} questions."
     return [
         samples,
+        *_alike_words(comparison),
         *_power_words(comparison),
         *_seed_words(comparison),
         *_run_words(comparison.all_runs),
         *_batch_words(comparison),
         *comparison.notes,
     ]
+
+
+def _alike_words(comparison: Comparison) -> Iterator[str]:
+    intervals = [(each.name, each.score.interval) for each in comparison.evaluated if each.baseline]
+    if alike := [name for name, interval in intervals if interval and isclose(interval.low, interval.high)]:
+        yield f"All samples of {', '.join(alike)} score alike: that an interval has no width says nothing of others."
 
 
 def _power_words(comparison: Comparison) -> Iterator[str]:

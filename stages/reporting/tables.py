@@ -109,12 +109,15 @@ def terminal_table(table: Table) -> RichTable:
 
 
 def in_parts(table: Table, width: int) -> list[Table]:
-    """The table, its columns split into several tables if it is more than `width` characters wide.
+    """The table, its columns split into several tables if it is more than `width` characters wide; or as one, with a
+    line for each word of a heading, if that is enough.
 
     Every part begins with the first column. Columns of one key, a figure and its interval, stay together.
     """
-    texts = [[column.heading for column in table.columns], *(_texts(table, row) for row in table.rows)]
-    widths = [max(map(len, column)) + 2 for column in zip(*texts, strict=True)]
+    broken = [replace(column, heading=column.heading.replace(" ", "\n")) for column in table.columns]
+    narrow, widths = replace(table, columns=tuple(broken)), _widths(table)
+    if sum(widths) - 2 > width >= sum(_widths(narrow)) - 2:
+        return [narrow]
     parts: list[list[int]] = [[]]
     for _, group in itertools.groupby(range(1, len(widths)), key=lambda index: table.columns[index].key):
         together = list(group)
@@ -128,6 +131,12 @@ def in_parts(table: Table, width: int) -> list[Table]:
         )
         for part in parts
     ]
+
+
+def _widths(table: Table) -> list[int]:
+    """Characters of each column in a terminal, with the two blanks after it."""
+    texts = [[column.heading for column in table.columns], *(_texts(table, row) for row in table.rows)]
+    return [max(len(line) for text in column for line in text.split("\n")) + 2 for column in zip(*texts, strict=True)]
 
 
 def markdown(table: Table) -> str:

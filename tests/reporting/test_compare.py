@@ -41,7 +41,6 @@ REPORT = TaskReport(
     primary_words="score",
     identity=("id",),
     questions=(Question("B against A", "b", "a"), Question("B against an unknown one", "b", "z")),
-    ordered_by="score",
 )
 LOSS = Metric(key="loss", heading="Loss", format=".3f", meaning="", higher_is_better=False, evidence=("loss",))
 HARDNESS = np.random.default_rng(0).normal(0, 0.1, 60)
@@ -345,6 +344,15 @@ def test_what_matters_is_not_less_than_another_batch_changes(matters: float | No
     contenders = [base, score_contender(REPORT, "a", trained, baseline="base")]
     comparison = compare(replace(REPORT, matters=matters), contenders)
     assert ("compare.matters, 0.01, is less than that." in design_words(comparison)) == warned
+
+
+def test_an_interval_of_samples_that_score_alike_comes_with_a_caution() -> None:
+    scores = {"base": np.zeros(20), "a": np.full(20, 0.1), "b": np.linspace(0, 1, 20)}
+    runs = [run_of(name, each) for name, each in scores.items()]
+    bases = {"a": "base", "b": "base"}
+    contenders = [score_contender(REPORT, run.name, [run], baseline=bases.get(run.name)) for run in runs]
+    said = [line for line in design_words(compare(REPORT, contenders)) if "alike" in line]
+    assert said == ["All samples of a score alike: that an interval has no width says nothing of others."]
 
 
 def test_a_report_says_which_bases_have_no_entry_of_families() -> None:

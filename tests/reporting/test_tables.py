@@ -78,6 +78,18 @@ def test_formats_of_cells(value: float, format: str, text: str) -> None:  # noqa
     assert cell_text(value, Column("", "", format)) == text
 
 
+def test_a_table_that_only_its_headings_widen_is_not_split() -> None:
+    columns = (Column("model", "Model"), Column("one", "In words", ".2f"), Column("two", "Two words", ".2f"))
+    table = Table(columns=columns, rows=(Row(cells=("a model", 0.5, 0.5)),))
+    assert in_parts(table, 28) == [table]
+    assert len(in_parts(table, 20)) == 2
+    for width in (21, 27):
+        (part,) = in_parts(table, width)
+        lines = shown(part).splitlines()
+        assert [line.split() for line in lines[:2]] == [["In", "Two"], ["Model", "words", "words"]]
+        assert max(map(len, lines)) == 21
+
+
 @given(
     st.lists(st.tuples(st.text("abc", min_size=1, max_size=30), st.booleans()), min_size=1, max_size=12),
     st.integers(20, 120),

@@ -33,10 +33,3 @@ def test_a_report_asks_what_params_ask_of_its_task() -> None:
     once = Question("r2-vision-only against r4-joint", "r2-vision-only", "r4-joint")
     assert questions["detection"] == (*known, once)
     assert questions["amr"] == load_task("amr", "report").REPORT.questions
-
-
-@pytest.mark.parametrize("task", ["amr", "moe"])
-def test_a_report_shows_the_score_that_chose_its_examples(task: str) -> None:
-    """test_answers.py has the tasks with a score that depends on the records."""
-    report = task_report(load_params(ROOT / "params.yaml"), task)
-    assert report.ordered_by == load_task(task, "scoring").ordered_by(None)

@@ -60,7 +60,6 @@ REPORT = TaskReport(
     ),
     primary_words="Smatch F1",
     identity=("id", "sentence", "truth"),
-    ordered_by="f1",
     shown=("prediction", "problem", "text"),
     questions=(
         Question("Pointers against the baseline", "amr-ptr", "amr-baseline"),

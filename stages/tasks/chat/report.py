@@ -92,7 +92,6 @@ def report_for(datasets: Mapping[str, DatasetParams]) -> TaskReport:
         metrics=(first, *(replace(other, evidence=()) for other in others)),  # one interval, or it is too wide
         primary_words=_WORDS[first.key],
         identity=("id", "question", "truth"),
-        ordered_by="token_probability" if first.key == "perplexity" else first.key,
         shown=("text",),
         questions=(Question("All weights against LoRA", "chat-full", "chat-lora"),),
     )

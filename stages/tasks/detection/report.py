@@ -39,7 +39,6 @@ REPORT = TaskReport(
     ),
     primary_words="mean IoU",
     identity=("image_id", "truth"),
-    ordered_by="iou",
     questions=(
         Question("Two-stage against LLM-only", "r3-two-stage", "r1-llm-only"),
         Question("Joint against LLM-only", "r4-joint", "r1-llm-only"),

@@ -91,7 +91,6 @@ REPORT = TaskReport(
     ),
     primary_words="perplexity",
     identity=("id", "question", "truth"),
-    ordered_by="token_probability",
     shown=("text",),
     questions=(
         *(
