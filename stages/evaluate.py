@@ -169,7 +169,7 @@ def evaluate_model(params: Params, name: str, task: Task, *, attempt: int) -> Ev
 
 def evaluate_export(params: Params, name: str, task: Task, *, attempt: int) -> Evaluation:
     """Generate an export's completions by what will serve it, and score them."""
-    _, lineage, certificate = exported_model(name)
+    _, lineage, certificate = exported_model(params, name)
     num_questions, largest = len(task.questions), MAX_BATCH_SIZE
     batch_size = batch_size_for(params.active.evaluation, num_questions, largest=largest, attempt=attempt)
     generator, memory = load_exported(

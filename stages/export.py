@@ -44,7 +44,7 @@ def main(name: str) -> None:
         tolerance = TOLERANCE[export.quantization]
         lineage = write_lineage(folder, kind="exported", name=name, parents={"merged": (merged_dir, model)})
         certificate = ExportCertificate(
-            export=name,
+            export=export,
             exported_digest=lineage.digest,
             size_bytes=sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHTS),
             tensors=len(deviations),

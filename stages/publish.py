@@ -60,7 +60,7 @@ def gather(params: Params, run: str) -> Publication:
     merged_dir, model = certified_model(params, recipe_name)
     model_dir, evidence = merged_dir, {CERTIFICATE: recipe_dir / "merge.json", PLAN: recipe_dir / "plan.yaml"}
     if run in params.exports:
-        model_dir, model, _ = exported_model(run)
+        model_dir, model, _ = exported_model(params, run)
         evidence[EXPORT_CERTIFICATE] = model_dir.with_name(f"{run}.json")
     else:
         require_weights(merged_dir)

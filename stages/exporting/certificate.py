@@ -13,7 +13,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError, bytes_text, join_truncated, pluralize
-from stages.core.lineage import Lineage
+from stages.core.lineage import Lineage, read_lineage
+from stages.core.params.schema import ExportParams, Params
 from stages.core.records import STRICT_OR_NAN
 from stages.models.certificate import Certificate, made_model, require_certified
 
@@ -25,7 +26,8 @@ one. nf4 is dequantized in the weights' own precision, where bf16 rounds scale, 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
 class ExportCertificate(Certificate):
-    export: str
+    export: ExportParams
+    """Its entry in params.yaml when it was made."""
     exported_digest: str
     """Content digest of the export's folder."""
     size_bytes: Annotated[int, Field(ge=1)]
@@ -53,15 +55,23 @@ class ExportCertificate(Certificate):
         return [] if self.deviation <= self.tolerance else [f"weights are off by {self.deviation:.2f} steps"]
 
 
-def exported_model(name: str) -> tuple[Path, Lineage, ExportCertificate]:
+def exported_model(params: Params, name: str) -> tuple[Path, Lineage, ExportCertificate]:
     """An export's folder, its lineage and its certificate.
 
-    Raises UserError if the folder is missing or has changed, or the certificate is not of its content.
+    Raises UserError if the folder is missing or has changed, the certificate is not of its content, or params.yaml or
+    the recipe's merged model has changed since.
     """
-    stage = f"export@{name}"
+    stage, export = f"export@{name}", params.export(name)
     folder, lineage = made_model(Path("data/exports") / name, stage)
-    path = folder.with_name(f"{name}.json")
-    return folder, lineage, require_certified(ExportCertificate, path, lineage, stage=stage)
+    certificate = require_certified(ExportCertificate, folder.with_name(f"{name}.json"), lineage, stage=stage)
+    merged = read_lineage(Path("data/runs") / export.recipe / "merged")
+    if certificate.export != export or lineage.parents["merged"].lineage.digest != merged.digest:
+        found = f"{certificate.export.quantization} of {certificate.export.recipe}"
+        raise UserError(
+            f"{folder} is the {found} as it was, and params.yaml or that model has changed since; export and score it "
+            f"again with: dvc repro exported@{name}"
+        )
+    return folder, lineage, certificate
 
 
 def require_llama_cpp() -> None:

@@ -42,7 +42,7 @@ def largest_deviations(model_dir: Path, path: Path, entries: Sequence[Entry]) ->
             if tensor is None or tensor.shape[::-1].tolist() != shape:
                 found[source] = np.inf
                 continue
-            off = []
+            off = [found.get(source, 0.0)]  # tied embeddings may be in the file twice
             for rows in entry.blocks():
                 original = weights.rows(source, rows).float().numpy()
                 if is_neutral and source.endswith(IDLE_GATE):

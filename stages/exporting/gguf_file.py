@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -41,6 +41,8 @@ ARCHITECTURES = {
 """llama.cpp's name of a family, by the model_type of config.json."""
 INTERLEAVED = {"llama"}
 """Families in which llama.cpp's rotary positions turn neighbouring rows of a head, and not rows of its two halves."""
+UNTIED = {"qwen2_moe"}
+"""Families of which llama.cpp wants the output matrix in the file, also if it is the embeddings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,7 @@ def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: str
             raise UserError(f"{source} has no name in GGUF; {CONVERTER}")
         shape = weights.shape(source)
         sources = tuple(f"{before}.mlp.experts.{each}.{matrix}" for each in range(experts)) if is_expert else (source,)
-        yield Entry(
+        entry = Entry(
             weights=weights,
             name=found,
             sources=sources,
@@ -156,6 +158,9 @@ def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: str
             head_rows=head_dim(config) if is_interleaved(config, source) else 0,
             is_idle=source.endswith(IDLE_GATE) and config.get("neutral_shared_expert", False),
         )
+        yield entry
+        if found == "token_embd.weight" and config.get("tie_word_embeddings") and config["model_type"] in UNTIED:
+            yield replace(entry, name="output.weight")
 
 
 def kind_of(name: str, shape: tuple[int, ...], quantization: str) -> GGMLQuantizationType:

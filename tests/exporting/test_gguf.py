@@ -1,6 +1,7 @@
 """GGUF files of tiny models of each family: read back, and completed by llama.cpp as by transformers; broken ones."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, EvaluationParams
@@ -135,6 +136,19 @@ def test_two_runs_complete_alike(folders: dict[str, Path], tmp_path: Path) -> No
     written(folders["qwen2"], tmp_path / "model.gguf", "q4_0")
     generators = [in_llama_cpp(folders["qwen2"], tmp_path / "model.gguf") for _ in range(2)]
     assert generators[0].tokens(questions()) == generators[1].tokens(questions())
+
+
+def test_a_mixture_with_the_embeddings_as_its_output_matrix_answers_as_in_transformers(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["qwen2_moe"], tmp_path / "tied")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert max(written(folder, tmp_path / "model.gguf", "f16").values()) <= TOLERANCE["f16"]
+    assert changed(folder, in_llama_cpp(folder, tmp_path / "model.gguf"))[1] == 0
 
 
 def test_rows_that_are_not_interleaved_are_seen_by_the_check(

@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from stages.core.errors import UserError
 from stages.core.lineage import read_lineage, write_lineage
 from stages.core.params import load_params
 from stages.core.provenance import records_dir
@@ -172,8 +173,27 @@ def test_a_published_export_has_its_own_score_and_certificate(tmp_path: Path, na
         record.stage for record in records
     }
     assert (published / "evidence/export.json").read_bytes() == Path(f"data/exports/{name}.json").read_bytes()
+    assert "- Seed: 42\n" in card.content
     if "nf4" in name:
         AutoModelForCausalLM.from_pretrained(published, device_map={"": "cpu"})
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("change", [{"quantization": "q8_0"}, {"recipe": "qwen2"}, None])
+def test_an_export_from_before_a_change_is_not_published_or_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any] | None
+) -> None:
+    params = load_params()
+    if change:
+        now = replace(params.exports["llama-q4_0"], **change)
+        params = replace(params, exports={**params.exports, "llama-q4_0": now})
+    else:
+        retrained = replace(read_lineage(Path("data/runs/llama/merged")), digest="0" * 64)
+        monkeypatch.setattr("stages.exporting.certificate.read_lineage", lambda _: retrained)
+    with pytest.raises(UserError, match=r"q4_0 of llama as it was.*dvc repro exported@llama-q4_0"):
+        publish_run(params, "llama-q4_0", tmp_path / "published")
+    monkeypatch.setattr("stages.evaluate.load_params", lambda: params)
+    assert "dvc repro exported@llama-q4_0" in refused("evaluate", "llama-q4_0")
 
 
 @pytest.mark.usefixtures("here")

@@ -86,7 +86,7 @@ def load_models(params: Params, name: str, *, alone: bool) -> list[LoadedModel]:
         folders[params.root(name)] = base_model(params.root(name))
     if name in params.exports and not alone:
         folders[params.recipe_name(name)] = certified_model(params, params.recipe_name(name))
-    folders[name] = exported_model(name)[:2] if name in params.exports else certified_model(params, name)
+    folders[name] = exported_model(params, name)[:2] if name in params.exports else certified_model(params, name)
     samples = load_task(params.subject(name).task, "samples")
     profile = replace(params.active, evaluation=replace(params.active.evaluation, batch_size=1))
     options: dict[str, Any] = {"answer_format": answer_format_of(params, name), "batch_size": 1}

@@ -8,8 +8,9 @@ from dataclasses import replace
 from math import ceil
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from stages.core.errors import UserError
 from stages.core.records import STRICT, nearest
@@ -52,6 +53,18 @@ OPTIMIZERS: dict[Optimizer, OptimizerTraits] = {
 """Keys are the names in transformers' TrainingArguments.optim, and `muon` (training/muon.py), each above its
 `smaller`."""
 
+
+def form(pattern: str, expected: str) -> AfterValidator:
+    """Refuses a text that does not match the whole pattern, in the words of `expected`."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise PydanticCustomError("form", "expected {expected}", {"expected": expected})
+        return text
+
+    return AfterValidator(check)
+
+
 Positive = Annotated[int, Field(ge=1, le=10**9)]
 """A count of a run: samples, steps, pixels, minutes. The limits here and below are above every sensible value, and
 below those at which a run would fail late."""
@@ -62,7 +75,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1e12)]
 """The product of two is still a finite number."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
+Name = Annotated[str, form("[A-Za-z0-9][A-Za-z0-9_-]{0,99}", "a letter or digit, then letters, digits, - and _")]
 """No dots: DVC splits the path to a parameter at them. Folders get these names, which limits the length."""
 Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
 TemplateOptions = dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | Size | Text]
@@ -139,7 +152,7 @@ class SplitParams:
 class DatasetParams:
     task: Name
     """The task that reads it, by its `sources`."""
-    source: Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+|mix)$")]
+    source: Annotated[str, form("folder:.+|hub:.+@.+|mix", "folder:PATH, hub:OWNER/NAME@REVISION or mix")]
     """`folder:PATH`, `hub:OWNER/NAME@REVISION`, or `mix`, made of other datasets."""
     splits: SplitParams = Field(default_factory=SplitParams)
     """Files of the splits that their names do not tell. Without it there is no test split."""
@@ -237,7 +250,7 @@ class ValidationLimit:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ProfileParams:
     device: DeviceParams
-    bases: dict[Name, Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+)$")]]
+    bases: dict[Name, Annotated[str, form("folder:.+|hub:.+@.+", "folder:PATH or hub:OWNER/NAME@REVISION")]]
     """Base models by name: `folder:PATH` or `hub:OWNER/NAME@REVISION`."""
     datasets: dict[Name, DatasetParams]
     images: ImageParams | None = None
@@ -369,7 +382,9 @@ class LearningParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RecipeParams(LearningParams):
-    base: Annotated[str, Field(pattern=r"^((bases|builds)/[^/]{1,100}|runs/[^/]{1,100}/merged)$")]
+    base: Annotated[
+        str, form("(bases|builds)/[^/]+|runs/[^/]+/merged", "bases/NAME, builds/NAME or runs/RECIPE/merged")
+    ]
     """The folder below data/ to start from: `bases/NAME`, `builds/NAME`, or `runs/RECIPE/merged` to continue another
     recipe."""
     data: Name
@@ -412,7 +427,7 @@ class BuildParams:
 
     task: Name
     """The experts' task. Its probes of each domain show which experts its tokens are routed to."""
-    base: Annotated[str, Field(pattern=r"^bases/[^/]{1,100}$")]
+    base: Annotated[str, form("bases/[^/]+", "bases/NAME")]
     """`bases/NAME`, a dense model: the experts were trained from it, and the mixture has all of it but the MLPs."""
     experts: Annotated[tuple[ExpertParams, ...], Field(min_length=2)]
     """The experts, numbered in this order. All of them have a domain, or none has."""
@@ -435,7 +450,7 @@ class BaselineParams:
     """A row to compare with: a base or a build, evaluated without training, or another system's completions."""
 
     task: Name
-    base: Annotated[str, Field(pattern=r"^((bases|builds)/[^/]{1,100}|answers/[^/.][^/]{0,100})$")]
+    base: Annotated[str, form("(bases|builds)/[^/]+|answers/[^/.][^/]*", "bases/NAME, builds/NAME or answers/FILE")]
     """`bases/NAME`, `builds/NAME`, or `answers/FILE`, an answers file below data/ (docs/experiments.md)."""
     data: Name
     answer_format: Name | None = None
@@ -468,7 +483,7 @@ class GuardParams:
     """Conversations that nobody trains on: each model's perplexity on them is a column of the table, and each recipe's
     is compared with its base's (docs/statistics.md)."""
 
-    source: Annotated[str, Field(pattern=r"^folder:.+$")]
+    source: Annotated[str, form("folder:.+", "folder:PATH")]
     """`folder:PATH`, of files with conversations alone (docs/data.md)."""
 
 
@@ -479,7 +494,7 @@ class PredictionsParams:
     task: Name
     """The recipe's task; its module `predictions` reads the inputs."""
     recipe: Name
-    inputs: Annotated[str, Field(pattern=r"^data(/[^/.][^/]*)+$")]
+    inputs: Annotated[str, form("data(/[^/.][^/]*)+", "a file below data/")]
     """A file below data/."""
 
 
