@@ -133,7 +133,9 @@ def available_inputs(params: Params, recipe: str) -> Inputs:
         has_tokenizer = kind == "folder"
         repository = where.partition("@")[0]
         folder = Path(where) if has_tokenizer else GEOMETRIES_DIR / repository
-        if not has_tokenizer and not folder.is_dir():
+        if not folder.is_dir():
+            if has_tokenizer:
+                raise UserError(f"base folder {where} of profiles.{params.profile}.bases.{name} does not exist")
             gpu = "" if params.gpu is None else f" -S {_gpu_option(params)}"
             raise UserError(
                 f"base {name} of profile {params.profile} is {repository}: its geometry is not known before it is "
@@ -254,10 +256,13 @@ class Predictions:
         if not planned.lengths:
             missing = "data" if inputs.data_dir is None else "tokenizer"
             data = self.params.recipe(recipe).data
+            needed = [] if inputs.has_tokenizer else [f"base@{root_base(self.params, recipe)[0]}"]
+            needed += [] if inputs.data_dir else [f"prepare@{data}"]
             others = ", ".join(other_settings(self.params, data))
             why = f", as data/prepared/{data} was made with another {others}" if others else ""
             pixels = f" and max_pixels {plan.images.max_pixels}" if plan.images else ""
             batch = f"no {missing} yet{why}: the worst within max_length {plan.recipe.max_length}{pixels}"
+            batch += f"; for that of your samples, first: {self._command(*needed)}"
         device = self.params.active.device
         card = named_card(device.card) if device.card else None
         time: Duration | MeasuredTime | None = duration(cheapest, planned.lengths, self.params.prices)
@@ -279,19 +284,21 @@ class Predictions:
             cheapest=changed,
             disk=disk_use(plan, self.params),
             duration=time,
-            command=None if cheapest.verdict == "does not fit" else self._command(f"{stage}@{recipe}", cheapest),
+            command=None if cheapest.verdict == "does not fit" else self._command(f"{stage}@{recipe}", fit=cheapest),
         )
         return predicted, lines
 
-    def _command(self, stage: str, cheapest: Fit) -> str:
-        """Runs a stage in a temporary folder, so that params.yaml and the workspace stay as they are.
+    def _command(self, *stages: str, fit: Fit | None = None) -> str:
+        """Runs the stages, with what was asked for in place of params.yaml; with a fit, by its changes, in a temporary
+        folder, so that params.yaml and the workspace stay as they are.
 
         `++` sets a value whether or not params.yaml has it.
         """
         changes = [*self.options, *(f"'++{change.removeprefix('++')}'" for change in self.changes)]
-        if self.params.active.memory.fit not in ("auto", "fill") and cheapest.changes:
+        if fit and fit.changes and self.params.active.memory.fit not in ("auto", "fill"):
             changes.append(f"++profiles.{self.params.profile}.memory.fit=auto")
-        return " ".join(["dvc exp run --temp", *(f"-S {change}" for change in changes), stage])
+        run = "dvc repro" if not changes else "dvc exp run --temp" if fit else "dvc exp run"
+        return " ".join([run, *(f"-S {change}" for change in changes), *stages])
 
 
 def predictions_for(

@@ -149,6 +149,7 @@ def test_an_unknown_recipe_or_no_data_is_refused(workspace: Path) -> None:
     unknown = run("--dataset", "visempar", "--recipe", "amr-mtp").output
     assert "is called 'amr-mtp' (did you mean 'amr-mtup'?); there are: amr-baseline, " in unknown
     assert "DATASET=" in run().output
+    assert run("nowhere").output.endswith("Error: there is no folder nowhere\n")
 
 
 TALKS = [{"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": f"{n}."}]} for n in range(20)]

@@ -99,7 +99,8 @@ def test_a_prediction_has_budget_and_verdict_and_nothing_is_written(workspace: P
     before = {path: path.stat().st_mtime_ns for path in workspace.rglob("*")}
     text = output_of(*on_gpu("r1-llm-only", "--gpu", "24"))
     assert {path: path.stat().st_mtime_ns for path in workspace.rglob("*")} == before
-    assert "no data yet: the worst within max_length 512 and max_pixels 50176" in text
+    prepare = f"dvc exp run -S profile={GPU_PROFILE} -S gpu=24 prepare@nutrition-tables"
+    assert f"the worst within max_length 512 and max_pixels 50176; for that of your samples, first: {prepare}\n" in text
     entries = {name: float(gib) for name, gib in re.findall(r"^([a-z]+) +(\d+\.\d\d) GiB +\d", text, re.MULTILINE)}
     total = entries.pop("total")
     assert len(entries) > 3
@@ -178,7 +179,7 @@ def test_a_cpu_offers_the_machines_memory(
         monkeypatch.setattr(predictor, "free_and_total_bytes", lambda total=total: (0, total))
         text = output_of("r1-llm-only")
         assert f"verdict   {verdict}" in text
-        assert (command(text) is None) == (verdict != "fits")
+        assert command(text) == ("dvc repro evaluate@r1-llm-only" if verdict == "fits" else None)
 
 
 @pytest.mark.parametrize(("precision", "warned"), [("fp32", False), ("bf16", bool(pinned_instructions({})))])
@@ -223,6 +224,7 @@ def test_with_base_and_data_it_predicts_what_the_plan_stage_does_and_no_file_kno
             ["r1-llm-only", "--set", "profiles.tiny.datasets.nutrition-tables.reader={catgory: cup}"],
             r"nutrition-tables\.reader\.catgory.*did you mean 'category'",
         ),
+        (["r1-llm-only", "--set", "profiles.tiny.bases.vlm=folder:nowhere"], "base folder nowhere of profiles"),
         (["r1-llm-only", "--gpu", "24"], rf"gpu: 24, though profile tiny runs on a CPU.*{GPU_PROFILE}"),
         (["r1-llm-only", "--set", "profiles.tiny.bases.vlm=folder:data/tiny/qwen2"], r"boxes.* the base is a qwen2$"),
         (

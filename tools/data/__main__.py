@@ -107,6 +107,8 @@ def chosen_dataset(
         return name, params.dataset(name), ""
     reader = {"format": form, "category": None, "empty_images": True}
     source = source if source.startswith(("folder:", "hub:")) else f"folder:{source}"
+    if source.startswith("folder:") and not Path(source.removeprefix("folder:")).exists():
+        raise UserError(f"there is no folder {source.removeprefix('folder:')}")
     chosen, forms = DatasetParams(task="detection", source=source, reader=reader), ""
     if form is None:
         chosen, forms = conversations(source) or (chosen, forms)

@@ -69,10 +69,11 @@ def rerun_samples(workspace_dir: Path, name: str, num_samples: int, *, keep: boo
         raise UserError(f"SAMPLES goes with RERUN=evaluate@RECIPE or RERUN=baseline@NAME, not with {name}")
     params, predictions = load_params(workspace_dir / "params.yaml"), Path("data/runs") / run / "predictions.parquet"
     recorded = pq.read_table(workspace_dir / predictions).to_pylist()
-    numbers = range(0, len(recorded), -(-len(recorded) // num_samples))
+    num_samples = min(num_samples, len(recorded))
+    numbers = [number * len(recorded) // num_samples for number in range(num_samples)]
     with temporary_workspace(workspace_dir, stage) as folder:
         split = folder / "data/prepared" / params.subject(run).data / f"{params.scored}.parquet"
-        chosen = pq.read_table(split).take(list(numbers))
+        chosen = pq.read_table(split).take(numbers)
         split.unlink()  # it may be a link to the workspace's
         pq.write_table(chosen, split)
         launch(folder, stage)
