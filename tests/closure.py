@@ -49,11 +49,14 @@ def has_code(path: Path) -> bool:
     return len(parsed(path).body) > (ast.get_docstring(parsed(path)) is not None)
 
 
+@cache
 def task_modules(module: str) -> set[str]:
-    """The modules of a task that a stage loads: the literals in its calls of `load_task`."""
+    """The modules of a task that a stage loads: the literals in calls of `load_task`, its own or of what it imports."""
     return {
         str(node.args[1].value)
-        for node in ast.walk(parsed(module_path(module)))
+        for path in import_closure(module)
+        if path.endswith(".py")
+        for node in ast.walk(parsed(ROOT / path))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "load_task"
