@@ -30,7 +30,7 @@ from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, Params
 from stages.core.provenance import PROVENANCE_DIR, read_provenance
 from stages.core.tasks import load_task, reader_of
-from stages.data.splits import STATS_FILE, read_origin
+from stages.data.splits import STATS_FILE
 from stages.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, process_words, time_text
 from stages.models.folders import GEOMETRIES_DIR
 from stages.planning.cards import named_card
@@ -175,27 +175,21 @@ def available_data(params: Params, name: str) -> Path | None:
 def other_settings(params: Params, name: str) -> list[str]:
     """Settings of a dataset, and of those that it is a mix of, that had other values when it was prepared, by name.
 
-    Sources and mixes are compared with stats.json; all others, and what a mix was made of, with the record of
-    `prepare`, if there is one.
+    The record of `prepare` has them, and what a mix was made of; without a record, nothing is known of them.
     """
-    dataset, folder = params.dataset(name), Path("data/prepared") / name
-    if not (folder / STATS_FILE).exists():
+    dataset, record = params.dataset(name), Path(PROVENANCE_DIR) / f"prepare@{name}.json"
+    if not record.is_file():
         return []
-    origin, record = read_origin(folder), Path(PROVENANCE_DIR) / f"prepare@{name}.json"
-    if {part: taken.asked for part, taken in origin.parts.items()} != (dataset.mix or {}):
-        return ["mix"]
-    parts = {part: (taken.source, params.dataset(part).source) for part, taken in origin.parts.items()}
-    different = [] if same_source(origin.source, dataset.source) else ["source"]
-    different += [f"source of {part}" for part, sources in parts.items() if not same_source(*sources)]
-    made = read_provenance(record) if record.is_file() else None
-    used, inputs = (made.params, made.inputs) if made else ({}, {})
-    then = {key: value for settings in used.values() for key, value in settings.items()}
+    made = read_provenance(record)
+    then = {key: value for settings in made.params.values() for key, value in settings.items()}
     now = json.loads(json.dumps(asdict(dataset) | asdict(params.data)))
-    different += [key for key in now if key not in ("source", "mix") and then.get(key, now[key]) != now[key]]
-    different += [f"{setting} of {part}" for part in parts for setting in other_settings(params, part)]
-    mixed = {path: inputs[str(path)] for part in parts if str(path := folder.parent / part) in inputs and path.is_dir()}
-    different += [f"content of {path.name}" for path, digest in mixed.items() if folder_digest(path) != digest]
-    return list(dict.fromkeys(different))
+    different = [key for key in now if then.get(key, now[key]) != now[key]]
+    for part in dataset.mix or ():
+        different += [f"{setting} of {part}" for setting in other_settings(params, part)]
+        path = Path("data/prepared") / part
+        if path.is_dir() and made.inputs.get(str(path)) not in (None, folder_digest(path)):
+            different.append(f"content of {part}")
+    return different
 
 
 def same_source(actual: str, wanted: str) -> bool:

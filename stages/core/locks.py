@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,14 +31,11 @@ def try_lock(path: Path) -> TextIO | None:
 
 
 @contextmanager
-def hold(path: Path, refusal: str, *, patience_s: float = 0.0) -> Iterator[TextIO]:
-    """Hold the lock of a file. Raises UserError with the refusal if another process holds it for longer than that."""
+def hold(path: Path, refusal: str) -> Iterator[TextIO]:
+    """Hold the lock of a file. Raises UserError with the refusal if another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    patience_ends = time.monotonic() + patience_s
-    while (lock := try_lock(path)) is None:
-        if time.monotonic() >= patience_ends:
-            raise UserError(refusal)
-        time.sleep(0.2)
+    if (lock := try_lock(path)) is None:
+        raise UserError(refusal)
     with lock:  # the file stays: were it removed, two processes could each lock one of its name
         yield lock
 

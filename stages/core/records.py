@@ -21,7 +21,6 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.reader import ReaderError
-from ruamel.yaml.representer import RoundTripRepresenter
 
 from stages.core.atomic import atomic_write
 from stages.core.errors import UserError, bytes_text, join_truncated, listed
@@ -75,20 +74,9 @@ def yaml_text(content: Any) -> str:
     """The YAML file of a record. content: as JSON has it, so that tuples and numbers are YAML's plain ones."""
     yaml, text = YAML(), io.StringIO()
     yaml.default_flow_style = False
-    yaml.Representer = _Representer
+    yaml.allow_unicode = False  # one of Unicode's line ends would be read back as a space
     yaml.dump(content, text)
     return text.getvalue()
-
-
-class _Representer(RoundTripRepresenter):
-    """Quotes a text with one of Unicode's line ends, which would be read back as a space."""
-
-    def represent_text(self, text: str) -> Any:
-        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Representer.add_representer(str, _Representer.represent_text)
 
 
 def read_record(kind: type[T], path: Path, *, fix: str) -> T:
@@ -112,10 +100,10 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
         return record
 
 
-def read_settings(kind: type[T], path: Path, *, hint: str = "", changes: Iterable[str] = ()) -> T:
+def read_settings(kind: type[T], path: Path, *, changes: Iterable[str] = ()) -> T:
     """A YAML file that a person wrote. Raises UserError with every value that does not fit the dataclass.
 
-    hint: what to do if the file is missing. changes: `KEY.KEY=VALUE` to set first, with or without `++`, as `-S` does.
+    changes: `KEY.KEY=VALUE` to set first, with or without `++`, as `-S` does.
     """
     try:
         raw = parse_yaml(path.read_bytes())
@@ -123,7 +111,7 @@ def read_settings(kind: type[T], path: Path, *, hint: str = "", changes: Iterabl
             _set(raw, change)
         return parse(kind, raw)
     except OSError as error:
-        raise UserError("; ".join(filter(None, (_unread(path, error), hint)))) from None
+        raise UserError(f"{_unread(path, error)}; run from the top of the repository") from None
     except Unreadable as error:
         raise UserError(f"{path} is not plain YAML: {error}") from None
     except ValidationError as error:

@@ -50,16 +50,16 @@ def end_with_parent() -> Callable[[], None] | None:
     return partial(end_with_own_parent, os.getpid()) if _prctl() else None
 
 
-def end_with_own_parent(parent: int | None = None, number: signal.Signals = signal.SIGTERM) -> None:
-    """Have this process get the signal `number` when its parent ends. Does nothing outside Linux.
+def end_with_own_parent(parent: int | None = None) -> None:
+    """Have this process get SIGTERM when its parent ends. Does nothing outside Linux.
 
     parent: the parent's process id as it was seen earlier; if that has ended already, this process ends now.
     """
     prctl = _prctl()
     if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, number)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if parent is not None and os.getppid() != parent:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @cache

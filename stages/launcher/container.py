@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -32,8 +31,6 @@ from stages.launcher.pipeline import Request, cache_dir
 from stages.launcher.process import Ended, Image, forwarded_signals, wait_for
 
 CODE = ("params.yaml", "stages")
-DVC_OBJECT = re.compile(r"(/files/md5)/[0-9a-f]{2}/[0-9a-f]{30}")
-"""A file in a cache of DVC, to which DVC may link an output."""
 READY_S = 10.0
 """Time that a signal waits for the container to report that it handles signals; a stage could remove that report."""
 
@@ -135,9 +132,8 @@ def _links_into_cache(inputs: Iterable[Path], cache: Path) -> list[Mount]:
     folders = set()
     for link in (link for path in inputs for link in _links(path)):
         target = _literal_target(link)
-        match = DVC_OBJECT.search(str(target))
-        folder = Path(str(target)[: match.end(1)]) if match else Path()
-        if match is None or not link.exists() or folder.resolve() != cache.resolve():
+        folder = target.parent.parent  # of .../files/md5/ab/c0ffee...
+        if not link.exists() or folder.resolve() != cache.resolve():
             raise UserError(
                 f"{link} is a link to {target}, which is not in DVC's cache ({cache}), so a container cannot see it; "
                 f"put the file itself there"

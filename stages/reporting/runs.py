@@ -39,7 +39,7 @@ EXAMPLE_COLUMN = "examples"
 """The column of predictions.parquet that says as which examples a report shows the sample, each KIND-RANK; the image
 of one, if there is one, is KIND-RANK.png in EXAMPLES_DIR."""
 ORDERED_BY = "ordered_by"
-"""The entry of metrics.json that names the column of predictions.parquet by which the best and worst were chosen."""
+"""The entry of metrics.json that names the column of predictions.parquet that chose the best and worst."""
 MAX_TEXT = 4_000
 """Characters of a question, a reference answer or a completion in an example."""
 FAILURE = "failure_"

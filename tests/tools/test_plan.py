@@ -318,27 +318,15 @@ def test_an_unknown_repository_has_to_be_fetched_first(params: Params) -> None:
 
 
 def test_data_are_taken_only_if_they_are_the_profiles(params: Params) -> None:
-    stats = write_stats("nutrition-tables", {"source": "folder:data/tiny/nutrition-tables"})
+    tiny = load_params(ROOT / "params.yaml")
+    assert available_data(tiny, "nutrition-tables") is None
+    (folder,) = prepared(tiny, "nutrition-tables")
+    assert available_data(tiny, "nutrition-tables") == folder
     assert available_data(params, "nutrition-tables") is None
-    assert available_data(params.on("tiny"), "nutrition-tables") == stats.parent
-    write_stats("nutrition-tables", {"source": f"hub:openfoodfacts/nutrition-table-detection@d59dcee8{'0' * 32}"})
-    assert available_data(params, "nutrition-tables") == stats.parent
-    stats.unlink()
-    assert available_data(params, "nutrition-tables") is None
-    facts, meetings = ({"source": f"folder:data/tiny/{name}"} for name in ("truthfulqa", "qmsum"))
-    ours = {"truthfulqa": {**facts, "asked": 200}, "qmsum": {**meetings, "asked": 50}}
-    for parts, taken in (
-        (ours, True),
-        ({}, False),
-        ({**ours, "qmsum": {**meetings, "asked": 0}}, False),
-        ({**ours, "qmsum": {**meetings, "asked": 50, "source": "folder:data/qmsum"}}, False),
-    ):
-        write_stats("finetune-mix", {"source": "mix", "parts": parts})
-        assert (available_data(params.on("tiny"), "finetune-mix") is not None) == taken
 
 
 @pytest.mark.parametrize(
-    ("recorded", "changed", "different"),
+    ("name", "changed", "different"),
     [
         ("nutrition-tables", "profiles.tiny.datasets.nutrition-tables.limit={train: 8}", ["limit"]),
         ("nutrition-tables", "profiles.tiny.datasets.nutrition-tables.splits={train: a*}", ["splits"]),
@@ -348,42 +336,28 @@ def test_data_are_taken_only_if_they_are_the_profiles(params: Params) -> None:
         ("nutrition-tables", "seed=2", []),
         ("finetune-mix", "profiles.tiny.datasets.finetune-mix.repeat={'qmsum/*': 3}", ["repeat"]),
         ("finetune-mix", "profiles.tiny.datasets.finetune-mix.mix={truthfulqa: 200, qmsum: 0}", ["mix"]),
-        ("qmsum", "profiles.tiny.datasets.qmsum.limit={val: 8}", ["limit of qmsum"]),
+        ("finetune-mix", "profiles.tiny.datasets.qmsum.limit={val: 8}", ["limit of qmsum"]),
+        ("finetune-mix", "profiles.tiny.datasets.qmsum.source=folder:data/qmsum", ["source of qmsum"]),
     ],
 )
-def test_data_of_other_settings_are_not_taken(
-    params: Params, recorded: str, changed: str, different: list[str]
-) -> None:
-    name = "nutrition-tables" if recorded == "nutrition-tables" else "finetune-mix"
+def test_data_of_other_settings_are_not_taken(params: Params, name: str, changed: str, different: list[str]) -> None:
     before, after = (load_params(ROOT / "params.yaml", changes=changes) for changes in ((), (changed,)))
-    sources = {each: before.dataset(each).source for each in ("nutrition-tables", "truthfulqa", "qmsum")}
-    for each, source in sources.items():
-        write_stats(each, {"source": source})
-    mix = before.dataset("finetune-mix").mix or {}
-    parts = {part: {"source": sources[part], "asked": asked} for part, asked in mix.items()}
-    write_stats("finetune-mix", {"source": "mix", "parts": parts})
-    stage = next(each for each in declared_stages(ROOT) if each.name == f"prepare@{recorded}")
-    replace(PROVENANCE, params=used_params(before, stage)).write(Path(f"data/provenance/prepare@{recorded}.json"))
+    prepared(before, "nutrition-tables", "truthfulqa", "qmsum", "finetune-mix")
     assert other_settings(before, name) == []
     assert other_settings(after, name) == different
     assert (available_data(after, name) is None) == bool(different)
 
 
 def test_a_mix_of_parts_that_were_prepared_again_is_not_taken(params: Params) -> None:
-    parts = {name: {"source": f"folder:data/tiny/{name}"} for name in ("truthfulqa", "qmsum")}
-    folders = [write_stats(name, stats).parent for name, stats in parts.items()]
-    asked = {"truthfulqa": 200, "qmsum": 50}
-    write_stats("finetune-mix", {"source": "mix", "parts": {n: {**parts[n], "asked": asked[n]} for n in parts}})
-    inputs = digests(Path(), map(str, folders))
-    replace(PROVENANCE, inputs=inputs).write(Path("data/provenance/prepare@finetune-mix.json"))
-    assert other_settings(params.on("tiny"), "finetune-mix") == []
-    (folders[1] / "train.parquet").write_bytes(b"other samples")
-    assert other_settings(params.on("tiny"), "finetune-mix") == ["content of qmsum"]
+    tiny = load_params(ROOT / "params.yaml")
+    _, qmsum, _ = prepared(tiny, "truthfulqa", "qmsum", "finetune-mix")
+    (qmsum / "train.parquet").write_bytes(b"other samples")
+    assert other_settings(tiny, "finetune-mix") == ["content of qmsum"]
 
 
 def test_a_plan_says_which_settings_of_prepared_data_are_others(workspace: Path, predicted: list[Plan]) -> None:
-    write_stats("nutrition-tables", {"source": "folder:elsewhere"})
-    why = "as data/prepared/nutrition-tables was made with another source: the worst within max_length 512"
+    prepared(load_params(changes=["data.selection=0.1"]), "nutrition-tables")
+    why = "as data/prepared/nutrition-tables was made with another selection: the worst within max_length 512"
     assert f"no data yet, {why}" in output_of("r1-llm-only")
 
 
@@ -402,8 +376,14 @@ def test_likelihoods_are_counted_for_a_task_that_scores_them(
     assert set(asked) == {counted}
 
 
-def write_stats(dataset: str, stats: Any) -> Path:
-    path = Path("data/prepared") / dataset / "stats.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(stats))
-    return path
+def prepared(params: Params, *names: str) -> list[Path]:
+    """Folders of datasets as `prepare` leaves them, with its records."""
+    stages = {stage.name: stage for stage in declared_stages(ROOT)}
+    folders = [Path("data/prepared") / name for name in names]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "stats.json").write_text("{}")
+        stage = stages[f"prepare@{folder.name}"]
+        record = replace(PROVENANCE, params=used_params(params, stage), inputs=digests(Path(), stage.inputs("data")))
+        record.write(Path(str(stage.provenance)))
+    return folders

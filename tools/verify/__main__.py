@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import click
 import psutil
@@ -157,22 +158,16 @@ def dvc_changes() -> list[tuple[str, str]]:
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
-    before = os.environ.get("DVC_SITE_CACHE_DIR")
     # Signals that ask to end raise KeyboardInterrupt, as Ctrl-C does, so that the database is removed.
     with handling(signal.default_int_handler), TemporaryDirectory() as empty:
-        os.environ["DVC_SITE_CACHE_DIR"] = empty
         try:
-            with Repo() as repo:
+            with patch.dict(os.environ, DVC_SITE_CACHE_DIR=empty), Repo() as repo:
                 status = repo.data_status(granular=True)["uncommitted"]
         except DvcException as error:
             raise UserError(
                 f"DVC cannot compare the outputs: {error}\n"
                 "  if dvc.lock is damaged, fix it with: git checkout HEAD -- dvc.lock || rm dvc.lock"
             ) from None
-        finally:
-            os.environ.pop("DVC_SITE_CACHE_DIR")
-            if before is not None:
-                os.environ["DVC_SITE_CACHE_DIR"] = before
     status.pop("unknown", None)  # files of a folder without its listing in the cache
     paths = [(path["new"] if isinstance(path, dict) else path, change) for change in status for path in status[change]]
     return [(path.rstrip("/"), change) for path, change in paths]

@@ -47,7 +47,7 @@ def load_params(path: Path = Path("params.yaml"), *, changes: Iterable[str] = ()
 
     Raises UserError with every problem under its dotted path.
     """
-    params = read_settings(Params, path, hint="run from the top of the repository", changes=changes)
+    params = read_settings(Params, path, changes=changes)
     if mistakes := list(cross_checks(params)):
         raise refusal(path, mistakes)
     return params
