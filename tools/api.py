@@ -78,14 +78,14 @@ def read_run(name: str) -> Run:
     a baseline; `curves` has the curves of its training by name.
     Raises UserError for an unknown name, if the model has not been evaluated, and if its files are damaged.
     """
-    from stages.reporting.compare import read_task_run, task_report
-    from stages.reporting.runs import evaluation_stage
+    from stages.reporting import runs
+    from stages.reporting.compare import task_report
 
     params = load_params()
     task = params.subject(name).task
-    run = read_task_run(params, task_report(params, task), name, Path("data"))
+    run = runs.read_run(params, task_report(params, task), name, Path("data"))
     if run is None:
-        stage = evaluation_stage(name, trained=name in params.recipes, exported=name in params.exports)
+        stage = runs.evaluation_stage(name, trained=name in params.recipes, exported=name in params.exports)
         raise UserError(f"{name} has not been evaluated; run: dvc repro {stage}")
     return run
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import Params, recipe_of
-from stages.core.provenance import records_dir
 from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.data.guards import GUARD
@@ -25,7 +24,6 @@ from stages.evaluation.statistics import (
     perplexity,
     sample_mean,
 )
-from stages.planning.memory_use import stage_memory_path
 from stages.reporting.evidence import Difference, Score, as_family, difference, least_p, score
 from stages.reporting.runs import (
     Run,
@@ -33,7 +31,6 @@ from stages.reporting.runs import (
     evaluation_stage,
     read_run,
     refuse_different_samples,
-    report_runs_dir,
 )
 
 _BEST = "the best"
@@ -378,8 +375,7 @@ def read_contenders(params: Params, report: TaskReport, data_dirs: Sequence[Path
     names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
     names |= {name: None for name, export in params.exports.items() if export.task == task}
     runs = {
-        name: list(filter(None, (read_task_run(params, report, name, data_dir) for data_dir in data_dirs)))
-        for name in names
+        name: list(filter(None, (read_run(params, report, name, data_dir) for data_dir in data_dirs))) for name in names
     }
     evaluated = [run for of_name in runs.values() for run in of_name]
     if not evaluated:
@@ -403,36 +399,6 @@ def read_contenders(params: Params, report: TaskReport, data_dirs: Sequence[Path
         )
         for name, baseline in names.items()
     ]
-
-
-def read_task_run(params: Params, report: TaskReport, name: str, data_dir: Path) -> Run | None:
-    """The run of a recipe, a baseline or an export of the report's task, or None if it has not been evaluated."""
-    return read_run(
-        report_runs_dir(data_dir, report.task) / name,
-        identity=report.identity,
-        columns=report.columns,
-        shown=report.shown,
-        trained=name in params.recipes,
-        exported=name in params.exports,
-        guards=[metric.guard for metric in report.metrics if metric.guard],
-        memory_by_stage=_memory_by_stage(params, report.task, name, data_dir),
-        records_dir=records_dir(data_dir, report.task),
-    )
-
-
-def _memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> dict[str, Path]:
-    """The memory files of the stages that a recipe, a baseline or an export went through, in their order.
-
-    The build that it starts from is among them; the stages of a recipe that it continues are not.
-    """
-    trained, exported = name in params.recipes, name in params.exports
-    made_by = ["train", "merge"] if trained else ["export"] if exported else []
-    stages = {f"{stage}@{name}": (name, stage) for stage in made_by}
-    stages[evaluation_stage(name, trained=trained, exported=exported)] = (name, "evaluate")
-    kind, _, build = params.subject(name).base.partition("/")
-    if kind == "builds" and not exported:
-        stages = {f"build@{build}": (build, "build"), **stages}
-    return {stage: stage_memory_path(data_dir, task, name=of, stage=kind) for stage, (of, kind) in stages.items()}
 
 
 def score_contender(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import numpy as np
 from pydantic import Field
@@ -21,15 +21,19 @@ from pydantic import Field
 from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, lineage_text, read_lineage
-from stages.core.provenance import Provenance, provenance_of_run
+from stages.core.params.schema import Params
+from stages.core.provenance import Provenance, provenance_of_run, records_dir
 from stages.core.records import damaged, read_record, rebuild
 from stages.data.guards import GUARD, GUARDS_FILE
 from stages.data.parquet import read_rows, read_schema
 from stages.evaluation.statistics import Floats, Groups
 from stages.models.certificate import MergeCertificate
-from stages.planning.memory_use import StageMemory
+from stages.planning.memory_use import StageMemory, stage_memory_path
 from stages.planning.plan import Plan, read_plan
 from stages.training.records import TrainingSummary
+
+if TYPE_CHECKING:
+    from stages.reporting.compare import TaskReport
 
 MODEL_LINEAGE_FILE = "model_lineage.json"
 """The lineage of the model evaluated. It has a name of its own, because lineage.json describes the folder it is in."""
@@ -132,46 +136,29 @@ def evaluation_stage(name: str, *, trained: bool, exported: bool = False) -> str
     return f"{'evaluate' if trained else 'exported' if exported else 'baseline'}@{name}"
 
 
-def read_run(
-    run_dir: Path,
-    *,
-    identity: Sequence[str],
-    columns: Sequence[str],
-    shown: Sequence[str] = (),
-    trained: bool,
-    exported: bool = False,
-    guards: Sequence[str] = (),
-    memory_by_stage: Mapping[str, Path] | None = None,
-    records_dir: Path | None = None,
-) -> Run | None:
-    """The run in a folder, or None if it has not been evaluated.
+def read_run(params: Params, report: TaskReport, name: str, data_dir: Path) -> Run | None:
+    """The run of a recipe, a baseline or an export of the report's task, or None if it has not been evaluated.
 
-    identity: columns of predictions.parquet with the id and the truth of a sample, the id first.
-    columns:  numeric columns to read, one value a sample.
-    shown:    columns that examples show of a completion; identity then ends with the question and its answer.
-    trained:  whether it comes from training, with a plan and a training record.
-    exported: whether it is an export.
-    guards:   those to read the columns guard_NAME_nats and guard_NAME_tokens of.
-    memory_by_stage: memory files of the stages that made it, in their order; a file may be missing.
-    records_dir: folder of the provenance of the task's runs.
     Raises UserError for damaged files, for missing columns, and for values that are missing or not finite.
     """
+    run_dir = report_runs_dir(data_dir, report.task) / name
     metrics_path, predictions_path = run_dir / "metrics.json", run_dir / "predictions.parquet"
     if not metrics_path.is_file() or not predictions_path.is_file():
         return None
-    name = run_dir.name
-    stage = evaluation_stage(name, trained=trained, exported=exported)
+    trained, identity = name in params.recipes, report.identity
+    stage = evaluation_stage(name, trained=trained, exported=name in params.exports)
     fix = rebuild(stage)
     metrics = read_record(dict[str, Figure], metrics_path, fix=fix)
     if ORDERED_BY not in metrics:
         raise UserError(f"{metrics_path} has no {ORDERED_BY}; rebuild it with: {fix}")
-    columns = [*dict.fromkeys((*columns, str(metrics[ORDERED_BY])))]
+    columns = [*dict.fromkeys((*report.columns, str(metrics[ORDERED_BY])))]
     grouped = [GROUP_COLUMN] * (GROUP_COLUMN in read_schema(predictions_path, fix=f"rebuild it with: {fix}").names)
-    needed = dict.fromkeys((*identity, *columns, *shown, *grouped, "text", EXAMPLE_COLUMN))
+    needed = dict.fromkeys((*identity, *columns, *report.shown, *grouped, "text", EXAMPLE_COLUMN))
     rows = _read_predictions(predictions_path, [*needed], fix)
     path = run_dir / GUARDS_FILE
     guarded = _read_predictions(path, ["guard", "id", "nats", "tokens"], fix) if path.is_file() else []
     values = {column: _numbers(rows, column, predictions_path, fix) for column in columns}
+    guards = [metric.guard for metric in report.metrics if metric.guard]
     for guard, column in product(guards, ("nats", "tokens")):
         of_guard = [row for row in guarded if row["guard"] == guard]
         values[f"{GUARD}{guard}_{column}"] = _numbers(of_guard, column, path, fix)
@@ -188,7 +175,7 @@ def read_run(
         ),
         sample_ids=tuple(str(row[identity[0]]) for row in rows),
         completions=tuple(str(row["text"]) for row in rows),
-        texts=tuple(_texts(row, identity[1:], shown) for row in (rows if shown else ())),
+        texts=tuple(_texts(row, identity[1:], report.shown) for row in (rows if report.shown else ())),
         columns=values,
         guard_rows=tuple(f"{row['guard']} {row['id']}" for row in guarded if row["guard"] in guards),
         groups=_numbers(rows, GROUP_COLUMN, predictions_path, fix).astype(np.int64) if grouped else None,
@@ -203,11 +190,26 @@ def read_run(
         examples=_examples(rows, run_dir / EXAMPLES_DIR),
         memory=tuple(
             StageMemory.read(path, fix=rebuild(maker))
-            for maker, path in (memory_by_stage or {}).items()
+            for maker, path in _memory_by_stage(params, report.task, name, data_dir).items()
             if path.is_file()
         ),
-        provenance=tuple(provenance_of_run(records_dir, name)) if records_dir else (),
+        provenance=tuple(provenance_of_run(records_dir(data_dir, report.task), name)),
     )
+
+
+def _memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> dict[str, Path]:
+    """The memory files of the stages that a recipe, a baseline or an export went through, in their order.
+
+    The build that it starts from is among them; the stages of a recipe that it continues are not.
+    """
+    trained, exported = name in params.recipes, name in params.exports
+    made_by = ["train", "merge"] if trained else ["export"] if exported else []
+    stages = {f"{stage}@{name}": (name, stage) for stage in made_by}
+    stages[evaluation_stage(name, trained=trained, exported=exported)] = (name, "evaluate")
+    kind, _, build = params.subject(name).base.partition("/")
+    if kind == "builds" and not exported:
+        stages = {f"build@{build}": (build, "build"), **stages}
+    return {stage: stage_memory_path(data_dir, task, name=of, stage=kind) for stage, (of, kind) in stages.items()}
 
 
 def refuse_different_samples(runs: Sequence[Run]) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from stages.core.provenance import records_dir
-from stages.reporting.runs import Run, read_run
+from stages.reporting.runs import Run, read_run, report_runs_dir
 from stages.reporting.sections import (
     cost_table,
     origin_warnings,
@@ -17,6 +16,7 @@ from stages.reporting.sections import (
     settings_tables,
     trainable_table,
 )
+from stages.tasks.detection.report import REPORT
 from tests.made_up_runs import project_params, write_made_up_record, write_made_up_run
 
 MAKERS = {"base-vlm": "baseline", "r1-llm-only": "train", "r2-vision-only": "train"}
@@ -27,15 +27,10 @@ def runs_with_records(tmp_path: Path, **changes: dict[str, Any]) -> dict[str, Ru
     params, found = project_params(), {}
     for name, stage in MAKERS.items():
         trained = name in params.recipes
-        run_dir = write_made_up_run(tmp_path / "runs", name, [0.5, 0.6], params=params if trained else None)
+        runs_dir = report_runs_dir(tmp_path, "detection")
+        write_made_up_run(runs_dir, name, [0.5, 0.6], params=params if trained else None)
         write_made_up_record(tmp_path, f"{stage}@{name}", **changes.get(name.replace("-", "_"), {}))
-        run = read_run(
-            run_dir,
-            identity=("image_id",),
-            columns=("iou",),
-            trained=trained,
-            records_dir=records_dir(tmp_path, "detection"),
-        )
+        run = read_run(params, REPORT, name, tmp_path)
         assert run is not None
         found[name] = run
     return found

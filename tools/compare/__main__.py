@@ -42,12 +42,11 @@ from stages.reporting.compare import (
     evidence_of,
     groups_of,
     read_contenders,
-    read_task_run,
     task_report,
 )
 from stages.reporting.evidence import LOOKS, Score, score
 from stages.reporting.page import write_report
-from stages.reporting.runs import Run, different_models, refuse_different_samples
+from stages.reporting.runs import Run, different_models, read_run, refuse_different_samples
 from stages.reporting.tables import Column, Row, Table, terminal_table
 from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words
 from tools.compare.race import cost_words, dvc, has_workers, queue, runs_by_seed, standing
@@ -216,7 +215,7 @@ def candidates(
     runs_of: dict[str, dict[tuple[str, ...], list[Run]]] = {}
     for recipe in (name for name, each in params.recipes.items() if each.task == report.task):
         for experiment in experiments:
-            run = read_task_run(params, report, recipe, experiment.data_dir)
+            run = read_run(params, report, recipe, experiment.data_dir)
             if run and run.metrics.get("split") == SELECTION:  # other recipes were scored on the validation split
                 by_condition = conditions(experiment, report.task, [recipe])
                 settings = {condition.setting: value for condition, value in by_condition.items()}

@@ -20,9 +20,9 @@ from rich.text import Text
 
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
-from stages.reporting.compare import TaskReport, evidence_of, groups_of, read_task_run
+from stages.reporting.compare import TaskReport, evidence_of, groups_of
 from stages.reporting.evidence import LOOK_LEVELS, LOOKS, Race, summarize
-from stages.reporting.runs import Run, different_models, refuse_different_samples
+from stages.reporting.runs import Run, different_models, read_run, refuse_different_samples
 from stages.reporting.tables import seconds_text
 from tools.compare.experiments import Experiment
 
@@ -51,7 +51,7 @@ def runs_by_seed(params: Params, report: TaskReport, experiments: Sequence[Exper
     """The runs of the task's recipes that a race can use. Raises UserError if they are not of the same samples."""
     by_recipe = {}
     for name in racing_recipes(params, report.task):
-        read = (read_task_run(params, report, name, each.data_dir) for each in experiments)
+        read = (read_run(params, report, name, each.data_dir) for each in experiments)
         runs = different_models([run for run in read if run])
         by_recipe[name] = {run.plan.seed: run for run in runs if run.plan}
     refuse_different_samples([run for of_recipe in by_recipe.values() for run in of_recipe.values()])
