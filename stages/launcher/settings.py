@@ -23,12 +23,17 @@ def checked_params(workspace_dir: Path) -> Params:
 
 
 def unknown_tasks(params: Params, tasks_dir: Path) -> dict[str, str]:
-    """Problems by dotted path: tasks without a folder in `tasks_dir`."""
+    """Problems by dotted path: tasks without a folder in `tasks_dir`, and predictions of one without `predictions`."""
     known = sorted(path.name for path in tasks_dir.glob("[!_]*/"))
     groups = {group: getattr(params, group) for group in ("baselines", "recipes", "builds", "exports", "predictions")}
     groups |= {f"profiles.{name}.datasets": profile.datasets for name, profile in params.profiles.items()}
     there_are = f"there are {', '.join(known)}"
+    predicting = sorted(path.parent.name for path in tasks_dir.glob("*/predictions.py"))
     return {
+        f"predictions.{name}.task": f"{user.task} predicts on no file ({', '.join(predicting)} does); use `make try`"
+        for name, user in params.predictions.items()
+        if user.task not in predicting
+    } | {
         f"{group}.{name}.task": f"no task is called {user.task!r}{nearest(user.task, known)}; {there_are}"
         for group, users in groups.items()
         for name, user in users.items()

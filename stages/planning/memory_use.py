@@ -233,6 +233,8 @@ _OUT_OF_MEMORY = (
     # vLLM, at its start.
     "No available memory for the cache blocks",
     "is less than desired GPU memory utilization",
+    # xllamacpp, which says no more.
+    "Failed to init server",
 )
 
 

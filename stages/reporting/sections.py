@@ -224,7 +224,7 @@ def design_words(comparison: Comparison) -> list[str]:
             "or as good that is not."
         )
     elif families:
-        samples += f" p is corrected for {families[0]} questions."
+        samples += f" p is corrected for {pluralize(families[0], 'question')}."
     return [
         samples,
         *_alike_words(comparison),

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stages.core.errors import UserError
+from stages.core.errors import OutOfMemory, UserError
 from stages.core.params.schema import DeviceParams, EvaluationParams
 from stages.core.tasks import load_task
 from stages.data.conversation import Conversation
 from stages.models.load import load_model
 from stages.models.prompts import encode, load_processor
+from stages.planning.memory_use import recognised_out_of_memory
 from tests import ROOT
 from tests.tiny_families import save_tiny_family
 
@@ -149,6 +150,12 @@ def test_a_mixture_with_the_embeddings_as_its_output_matrix_answers_as_in_transf
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert max(written(folder, tmp_path / "model.gguf", "f16").values()) <= TOLERANCE["f16"]
     assert changed(folder, in_llama_cpp(folder, tmp_path / "model.gguf"))[1] == 0
+
+
+def test_a_server_that_does_not_start_counts_as_out_of_memory(folders: dict[str, Path], tmp_path: Path) -> None:
+    """xllamacpp gives no reason; certified files lack nothing but memory."""
+    with pytest.raises(OutOfMemory), recognised_out_of_memory():
+        in_llama_cpp(folders["qwen2"], tmp_path / "missing.gguf").reserve(questions())
 
 
 def test_rows_that_are_not_interleaved_are_seen_by_the_check(

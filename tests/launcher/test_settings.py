@@ -38,9 +38,11 @@ def test_the_shipped_file_is_without_mistakes() -> None:
 def test_an_unknown_task_is_named_by_its_path(workspace: Path) -> None:
     raw = shipped()
     raw["baselines"]["base-vlm"]["task"] = "nosuch"
+    raw["predictions"]["mine"] = {"task": "chat", "recipe": "chat-lora", "inputs": "data/questions.jsonl"}
     raw["profiles"]["tiny"]["datasets"]["visempar"]["task"] = "amrr"
     message = mistakes(workspace, raw)
     assert "baselines.base-vlm.task: no task is called 'nosuch'; there are amr, " in message
+    assert "predictions.mine.task: chat predicts on no file (amr does); use `make try`" in message
     assert "profiles.tiny.datasets.visempar.task: no task is called 'amrr' (did you mean 'amr'?)" in message
 
 

@@ -382,9 +382,7 @@ class LearningParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RecipeParams(LearningParams):
-    base: Annotated[
-        str, form("(bases|builds)/[^/]+|runs/[^/]+/merged", "bases/NAME, builds/NAME or runs/RECIPE/merged")
-    ]
+    base: Annotated[str, form("(bases|builds)/[^/]+|runs/[^/]+/merged", "bases/NAME, builds/NAME, runs/RECIPE/merged")]
     """The folder below data/ to start from: `bases/NAME`, `builds/NAME`, or `runs/RECIPE/merged` to continue another
     recipe."""
     data: Name
