@@ -15,6 +15,7 @@ from rich.console import Console
 
 from stages.compare import compare_task
 from stages.core.errors import UserError
+from stages.reporting.compare import Comparison, compare, read_contenders, task_report
 from stages.reporting.page import render_page
 from stages.reporting.runs import report_runs_dir
 from stages.tasks.detection.report import REPORT
@@ -50,6 +51,12 @@ def run_compare(data_dir: Path) -> str:
     compare_task(project_params(), "detection", data_dir=data_dir, console=console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def compared(data_dir: Path) -> Comparison:
+    params = project_params()
+    report = task_report(params, "detection")
+    return compare(report, read_contenders(params, report, [data_dir]))
 
 
 def report(data_dir: Path, name: str) -> str:
@@ -192,9 +199,7 @@ def test_the_same_runs_give_the_same_report(complete: tuple[Path, str]) -> None:
 
 def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
     write_runs(tmp_path)
-    params, nasty = project_params(), "<img src=x onerror=alert(1)>&'\""
-    console = Console(file=io.StringIO())
-    comparison = compare_task(params, "detection", data_dir=tmp_path, console=console)
+    comparison, nasty = compared(tmp_path), "<img src=x onerror=alert(1)>&'\""
     best = comparison.best
     assert best.run is not None
     best = replace(best, name=nasty, runs=(replace(best.run, name=nasty),))
@@ -210,9 +215,7 @@ def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
 def test_texts_of_all_models_stand_side_by_side_and_stay_texts(complete: tuple[Path, str]) -> None:
     hostile = "<script>alert(1)</script></pre></details><b onclick=x>"
     questions = ("Which lamp?", f"\u05e9\u05dc\u05d5\u05dd {hostile}", "Hu\u1ebf?", "Never shown")
-    console = Console(file=io.StringIO())
-    comparison = compare_task(project_params(), "detection", data_dir=complete[0], console=console)
-    runs = {}
+    comparison, runs = compared(complete[0]), {}
     for number, run in enumerate(comparison.runs):
         texts = tuple((each, f"the answer to {each}", f"\n  {run.name}: {each}" * (number > 0)) for each in questions)
         examples: dict[str, dict[int, Path | None]] = {"best": {number % 2: None}, "worst": {}, "random": {2: None}}
@@ -236,10 +239,9 @@ def test_texts_of_all_models_stand_side_by_side_and_stay_texts(complete: tuple[P
     assert f"{second.name} · {second.columns['iou'][2]:.2f}</h4>" in page
 
 
-def test_origins_and_their_warnings_are_shown(tmp_path: Path) -> None:
+def test_origins_and_their_warnings_are_shown(complete: tuple[Path, str], tmp_path: Path) -> None:
+    assert "Where it comes from" not in report(complete[0], "index.html")
     write_runs(tmp_path)
-    run_compare(tmp_path)
-    assert "Where it comes from" not in report(tmp_path, "index.html")
     for name in MEANS:
         write_made_up_record(tmp_path, f"{'baseline' if name == 'base-vlm' else 'train'}@{name}")
     shown = run_compare(tmp_path)

@@ -15,7 +15,6 @@ from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.data.guards import GUARD
 from stages.evaluation.statistics import (
-    LEVEL,
     UNAVAILABLE,
     Floats,
     Groups,
@@ -24,7 +23,7 @@ from stages.evaluation.statistics import (
     perplexity,
     sample_mean,
 )
-from stages.reporting.evidence import Difference, Score, as_family, difference, least_p, score
+from stages.reporting.evidence import Difference, Score, as_family, difference, score, too_few
 from stages.reporting.runs import (
     Run,
     different_models,
@@ -604,12 +603,6 @@ def _corrected(insights: Sequence[Insight], *, over_seeds: bool) -> list[Insight
     differences = [each.difference for each in decided if each.difference]
     corrected = iter(as_family(differences, pairs if over_seeds else None))
     return [replace(each, difference=next(corrected)) if each.difference else each for each in insights]
-
-
-def too_few(samples: int, groups: int | None) -> bool:
-    """Whether no difference can be shown on so few samples, or groups of them, not even if all of them agree (the exact
-    sign test)."""
-    return least_p(groups or samples) > 1 - LEVEL
 
 
 def _too_few(samples: int, groups: int | None) -> str:

@@ -306,7 +306,7 @@ class Difference:
 
     @property
     def _too_few(self) -> bool:
-        return least_p(self.groups or self.samples) * self.family > 1 - LEVEL
+        return too_few(self.samples, self.groups, self.family)
 
     @property
     def detectable(self) -> float | None:
@@ -342,20 +342,20 @@ class Score:
 
 def score(trainings: Floats, statistic: Statistic = sample_mean, groups: Groups | None = None) -> Score:
     """trainings: (trainings, samples) or (trainings, samples, columns). Its interval shares nothing with others."""
-    trained, statistic = by_group(_as_trainings(trainings), statistic, groups)
-    by_training = statistic(trained.mean(axis=1))
+    samples = _as_trainings(trainings)
+    trained, of_groups = by_group(samples, statistic, groups)
+    by_training = of_groups(trained.mean(axis=1))
     mean, count = float(by_training.mean()), len(trained)
     if count == 1:
-        interval, deviation = bootstrap(trained[0], statistic), None
+        interval, deviation = bootstrap(samples[0], statistic, groups), None
     else:
         interval, deviation = None, float(by_training.std(ddof=1))
         if trained.shape[1] > 1:
-            _, variance, _, by_sample, rest = _summary(trained, statistic)
-            samples = by_sample.var(ddof=1) / len(by_sample)
+            _, variance, _, by_sample, rest = _summary(trained, of_groups)
             spread = Spread(
                 seeds=variance / count,
                 freedom=np.array(count - 1.0),
-                samples=samples,
+                samples=by_sample.var(ddof=1) / len(by_sample),
                 rest=rest,
                 samples_freedom=samples_freedom(len(by_sample), groups),
             )
@@ -503,6 +503,11 @@ def equality_sets(pairs: tuple[Pair, ...]) -> tuple[tuple[int, ...], ...] | None
 def least_p(num_samples: int) -> float:
     """The smallest p-value that num_samples can give, by the exact sign test if all of them agree."""
     return min(1.0, 2 * 0.5**num_samples)
+
+
+def too_few(samples: int, groups: int | None, family: int = 1) -> bool:
+    """Whether so many questions show no difference on so few samples, or groups of them, not even if all agree."""
+    return least_p(groups or samples) * family > 1 - LEVEL
 
 
 @dataclass

@@ -21,8 +21,8 @@ from stages.core.provenance import Provenance
 from stages.core.records import shown
 from stages.evaluation.statistics import LEVEL
 from stages.planning.plan import Plan
-from stages.reporting.compare import Comparison, Contender, Metric, p_words, too_few
-from stages.reporting.evidence import FEWEST_TO_SHARE, POWER
+from stages.reporting.compare import Comparison, Contender, Metric, p_words
+from stages.reporting.evidence import FEWEST_TO_SHARE, POWER, too_few
 from stages.reporting.runs import REBATCHED, Run
 from stages.reporting.tables import (
     ABSENT,

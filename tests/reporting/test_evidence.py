@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.special import ndtri, stdtrit
 
-from stages.evaluation.statistics import Floats, Interval, corpus_f1, perplexity, sample_mean
+from stages.evaluation.statistics import Floats, Interval, bootstrap, corpus_f1, perplexity, sample_mean
 from stages.reporting import evidence
 from stages.reporting.evidence import (
     LOOK_LEVELS,
@@ -415,6 +415,8 @@ def test_a_score_over_seeds_has_their_spread() -> None:
     assert (found(shown.interval).low, found(shown.interval).high) == pytest.approx((low, high))
     once = score(trainings[:1])
     assert (once.between_seeds, once.interval) == (None, Interval(0.5, 0.5))
+    values, unequal = np.linspace(0, 1, 12), np.repeat([0, 1, 2, 3], [8, 2, 1, 1])
+    assert score(values[None], groups=unequal).interval == bootstrap(values, groups=unequal)
 
 
 def test_scores_that_cannot_be_compared_are_refused() -> None:
