@@ -32,14 +32,14 @@ class Folder:
 
     def __init__(self, root: Path, splits: SplitParams) -> None:
         self.root = root
-        self._on_disk: dict[str, Path] = {}
+        self.on_disk: dict[str, Path] = {}
         for here, folders, names in os.walk(root):
             folders[:] = filterfalse(HIDDEN, folders)
             for path in (Path(here, name) for name in filterfalse(HIDDEN, names)):
                 name = composed(path.relative_to(root).as_posix())
-                if self._on_disk.setdefault(name, path) != path:
+                if self.on_disk.setdefault(name, path) != path:
                     raise UserError(f"{root} has two files {name!r}, which differ only in how Unicode composes them")
-        self.files = sorted(self._on_disk)
+        self.files = sorted(self.on_disk)
         self.images = self.with_suffix(*IMAGES)
         self.named = named_files(root, splits)
         """The files that `splits` of the dataset names, by split."""
@@ -70,7 +70,7 @@ class Folder:
 
     def path(self, path: str) -> Path:
         """A file on the disk. Raises UserError if it is too large, or outside the folder."""
-        require_own(found := self._on_disk[path], self.root)
+        require_own(found := self.on_disk[path], self.root)
         if (size := found.stat().st_size) > MAX_BYTES:
             raise UserError(f"{path} has {size:,} bytes, more than {MAX_BYTES:,}")
         return found

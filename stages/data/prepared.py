@@ -121,10 +121,11 @@ def read_text_files(
     rules: Rules[R],
     *,
     named_train: bool = True,
+    others: Iterable[Path] = (),
 ) -> RawDataset[R]:
     """The files of each split, read by `read`, which may raise UnreadableText before its first sample.
 
-    files, named_train: as of `files_by_split`.
+    files, named_train: as of `files_by_split`. others: further files that are named as unused.
     """
     chosen = files_by_split(folder, files, dataset.splits, expected=rules.expected, named_train=named_train)
 
@@ -142,7 +143,7 @@ def read_text_files(
         splits={split: [sample for path in paths for sample in readable(path)] for split, paths in chosen.items()},
         validation=", ".join(names["val"]) if "val" in names else None,
         files=names,
-        unused_files=lambda: [path.name for path in files if path not in used],
+        unused_files=lambda: [path.name for path in dict.fromkeys((*files, *others)) if path not in used],
     )
 
 

@@ -24,7 +24,7 @@ READ_ON = "see docs/data.md"
 VALIDATION = ("val", "dev", "test")
 """Splits to validate on; the first that any file has counts."""
 SPLIT_WORDS = {name: name for name in ("train", *VALIDATION)}
-SPLIT_WORDS |= {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
+SPLIT_WORDS |= {"training": "train", "valid": "val", "validation": "val", "eval": "val", "testing": "test"}
 MAX_FILES, MAX_NAMED = 10_000, 3
 
 
@@ -108,7 +108,7 @@ def files_by_split(
     folder: Path, files: Sequence[Path], splits: SplitParams, *, expected: str, named_train: bool = True
 ) -> dict[str, list[Path]]:
     """The files of each split: those that `splits` names; of the other `files`, those named train...,
-    and those of the first of VALIDATION. Without `val` if there are none. devices.jsonl does not begin with dev.
+    and those of the first of VALIDATION. Without `val` if there are none.
 
     named_train: whether files to train on are called so; else, without any train*, all others are.
     expected: describes the files, for the message of the UserError raised if there are none to train on.
@@ -116,7 +116,7 @@ def files_by_split(
     named, by_word = named_files(folder, splits), defaultdict[str, list[Path]](list)
     others = [path for path in files if not any(path in paths for paths in named.values())]
     for path in others:
-        by_word[SPLIT_WORDS.get(re.split("[^a-z]", path.name.lower(), maxsplit=1)[0], "")].append(path)
+        by_word[named_split(path)].append(path)
     if not (named_train or by_word["train"] or "train" in named):
         return {"train": others, **named}
     validation = next((name for name in VALIDATION if by_word[name] and name not in named), None)
@@ -124,6 +124,11 @@ def files_by_split(
     if not found["train"]:
         raise UserError(f"{folder} has no training files: {describe_folder(folder)}. Expected: {expected}; {READ_ON}")
     return found
+
+
+def named_split(path: Path) -> str:
+    """The split that the first word of a file's name is; empty for none, as of devices.jsonl."""
+    return SPLIT_WORDS.get(re.split("[^a-z]", path.name.lower(), maxsplit=1)[0], "")
 
 
 def is_set(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from math import isclose
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from stages.reporting.runs import (
 _BEST = "the best"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
     key: str
     """Name in metrics.json."""
@@ -44,6 +44,7 @@ class Metric:
     """Format of a table's column (`tables.Column`)."""
     meaning: str
     """A few words for the reader of the page."""
+    _: KW_ONLY
     optional: bool = False
     """Whether some of the models have no such metric, or UNAVAILABLE in its place."""
     higher_is_better: bool = True

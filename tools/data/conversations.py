@@ -11,7 +11,7 @@ from stages.core.errors import UserError, join_truncated
 from stages.core.params.schema import DatasetParams, SplitParams
 from stages.core.records import cut
 from stages.data.parquet import read_rows
-from stages.data.sources import READ_ON, files_by_split, parquet_folder
+from stages.data.sources import READ_ON, VALIDATION, files_by_split, named_split, parquet_folder
 from stages.data.texts import UnreadableText, json_objects, read_text
 from stages.tasks.chat.sources.forms import FORMS, form_of
 
@@ -65,7 +65,7 @@ def _splits(folder: Path, paths: list[Path]) -> SplitParams:
     try:
         files_by_split(folder, beside, SplitParams(), expected="")
     except UserError:
-        later = [path for path in paths if re.match("(val|dev|test)", path.name)]
+        later = [path for path in paths if named_split(path) in VALIDATION]
         train = [path.relative_to(folder).as_posix() for path in paths if path not in later]
         val = [path.relative_to(folder).as_posix() for path in later]
         return SplitParams(train=tuple(train), val=tuple(val))

@@ -11,52 +11,45 @@ from stages.data.texts import TEXT_METRICS, TextMetric
 from stages.evaluation.statistics import perplexity
 from stages.reporting.compare import Metric, Question, TaskReport
 
-
-def _share(key: str, heading: str, number_format: str, meaning: str) -> Metric:
-    return Metric(key=key, heading=heading, format=number_format, meaning=meaning, evidence=(key,))
-
-
 METRICS: dict[TextMetric, tuple[Metric, ...]] = {
     "token_f1": (
-        _share(
+        Metric(
             *("token_f1", "Token F1", ".3f"),
             "Words that the completion shares with the reference, in any order, as F1 of each sample: SQuAD's, without "
             "case, punctuation and English articles.",
         ),
     ),
     "exact": (
-        _share(
+        Metric(
             *("exact", "Exact", ".1%"),
             "Share of the completions that are the reference, letter by letter, but for white space around them.",
         ),
     ),
     "rouge_l": (
-        _share(
+        Metric(
             *("rouge_l", "ROUGE-L", ".3f"),
             "F-measure of the longest sequence of words, with gaps, that completion and reference have in common.",
         ),
     ),
     "chrf": (
-        _share(
+        Metric(
             *("chrf", "chrF", ".3f"),
             "F-score of sequences of one to six letters that completion and reference share, recall counting twice; "
             "the mean over the samples.",
         ),
     ),
     "json": (
-        _share(
+        Metric(
             *("field_accuracy", "Fields", ".3f"),
             "Share of a sample's JSON fields that are right, of all that completion or reference have; 0 for a "
             "completion that is no JSON. The mean over the samples.",
         ),
-        _share("json_valid", "Valid JSON", ".1%", "Share of the completions that are JSON from beginning to end."),
+        Metric("json_valid", "Valid JSON", ".1%", "Share of the completions that are JSON from beginning to end."),
     ),
     "perplexity": (
         Metric(
-            key="perplexity",
-            heading="Perplexity",
-            format=".2f",
-            meaning="e to the mean negative log-likelihood of a token of the reference answers, the ends of their "
+            *("perplexity", "Perplexity", ".2f"),
+            "e to the mean negative log-likelihood of a token of the reference answers, the ends of their "
             "turns included. 1 is certainty; lower is better.",
             higher_is_better=False,
             optional=True,  # an answers file has none
@@ -86,6 +79,7 @@ def report_for(datasets: Mapping[str, DatasetParams]) -> TaskReport:
         raise UserError(f"the datasets of the task chat name different metrics ({named}); give them the same ones")
     metrics = next(iter(chosen.values()), TEXT_METRICS)
     first, *others = (column for name in dict.fromkeys(metrics) for column in METRICS[name])
+    first = replace(first, evidence=first.evidence or (first.key,))
     return TaskReport(
         task="chat",
         title="Chat",

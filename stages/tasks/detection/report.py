@@ -9,32 +9,21 @@ REPORT = TaskReport(
     title="Nutrition-table detection",
     metrics=(
         Metric(
-            key="mean_iou",
-            heading="Mean IoU",
-            format=".3f",
-            meaning="Overlap of the first true box with the first predicted box, from 0 to 1, averaged over "
+            *("mean_iou", "Mean IoU", ".3f"),
+            "Overlap of the first true box with the first predicted box, from 0 to 1, averaged over "
             "all samples. Output that cannot be parsed counts as 0. With several categories: of all boxes, matched "
             "one to one, 0 for each that is missing or too many.",
             evidence=("iou",),
         ),
         Metric(
-            key="detection_rate",
-            heading="Det Rate",
-            format=".1%",
-            meaning="Share of completions with a readable box, wherever it lies; or that say that there is none, where "
+            *("detection_rate", "Det Rate", ".1%"),
+            "Share of completions with a readable box, wherever it lies; or that say that there is none, where "
             "there is none.",
         ),
+        Metric("iou_over_50", "IoU>0.5", ".1%", "Share of samples with an IoU above 0.5: the table is found."),
         Metric(
-            key="iou_over_50",
-            heading="IoU>0.5",
-            format=".1%",
-            meaning="Share of samples with an IoU above 0.5: the table is found.",
-        ),
-        Metric(
-            key="iou_over_70",
-            heading="IoU>0.7",
-            format=".1%",
-            meaning="Share of samples with an IoU above 0.7: the box is good enough to crop by.",
+            *("iou_over_70", "IoU>0.7", ".1%"),
+            "Share of samples with an IoU above 0.7: the box is good enough to crop by.",
         ),
     ),
     primary_words="mean IoU",

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from stages.evaluation.statistics import perplexity
 from stages.reporting.compare import Metric, Question, TaskReport
 
-
-def _figure(key: str, heading: str, number_format: str, meaning: str, *, among: str | None = None) -> Metric:
-    evidence = (key,) if among else ()
-    return Metric(
-        key=key, heading=heading, format=number_format, meaning=meaning, optional=True, evidence=evidence, among=among
-    )
+_figure = partial(Metric, optional=True)
 
 
 def _perplexity(domain: str, name: str) -> Metric:
-    return Metric(
-        key=f"perplexity_{domain}",
-        heading=f"{name} perplexity",
-        format=".2f",
-        meaning=f"Perplexity on the best answers of {name}: e to the mean negative log-likelihood of a token, over all "
+    return _figure(
+        *(f"perplexity_{domain}", f"{name} perplexity", ".2f"),
+        f"Perplexity on the best answers of {name}: e to the mean negative log-likelihood of a token, over all "
         "tokens of all answers, the ends of their turns included. 1 is certainty; lower is better.",
         higher_is_better=False,
-        optional=True,
         evidence=(f"{domain}_nats", f"{domain}_tokens"),
         statistic=perplexity,
         among=domain,
@@ -33,11 +27,8 @@ REPORT = TaskReport(
     title="Experts to a mixture",
     metrics=(
         Metric(
-            key="perplexity",
-            heading="Perplexity",
-            format=".2f",
-            meaning="Geometric mean of the domains' perplexities, in which each domain counts the same. Lower is "
-            "better.",
+            *("perplexity", "Perplexity", ".2f"),
+            "Geometric mean of the domains' perplexities, in which each domain counts the same. Lower is better.",
             higher_is_better=False,
             evidence=("truthfulqa_nats", "truthfulqa_tokens", "qmsum_nats", "qmsum_tokens"),
             statistic=perplexity,
@@ -47,6 +38,7 @@ REPORT = TaskReport(
         _figure(
             *("mc1", "MC1", ".1%"),
             "TruthfulQA: share of questions with a best answer that is likelier than every false one.",
+            evidence=("mc1",),
             among="truthfulqa",
         ),
         _figure(
@@ -67,16 +59,13 @@ REPORT = TaskReport(
             "TruthfulQA: the same by BLEURT, if its checkpoint is available.",
         ),
         _figure(
-            *("rouge1", "ROUGE-1", ".3f"),
-            "QMSum: words that the completion shares with the true answer, as F-measure.",
+            "rouge1", "ROUGE-1", ".3f", "QMSum: words that the completion shares with the true answer, as F-measure."
         ),
-        _figure(
-            *("rouge2", "ROUGE-2", ".3f"),
-            "QMSum: the same of pairs of words.",
-        ),
+        _figure("rouge2", "ROUGE-2", ".3f", "QMSum: the same of pairs of words."),
         _figure(
             *("rougeL", "ROUGE-L", ".3f"),
             "QMSum: the same of the longest common sequence of words.",
+            evidence=("rougeL",),
             among="qmsum",
         ),
         _figure(

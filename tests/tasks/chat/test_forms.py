@@ -221,6 +221,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "Bedrock's system prompt": ({**TALK, "system": [{"text": "Be brief."}]}, "system, message 1 has the role None"),
     "text alone": ({"text": "Who?"}, "expected messages, or conversations, or "),
     "half of a turn in the history": ({"query": "Who?", "response": "You.", "history": [["One?"]]}, "history, turn 1"),
+    "a history that is no list": ({"query": "Who?", "response": "You.", "history": 0}, "history, turn 1 is 0"),
     "an input that is no text": ({"instruction": "Sum.", "input": [1, 2], "output": "3"}, "input, message 1 is 1"),
     "a context in parts": ({"instruction": "Who?", "context": {"a": 1}, "response": "You."}, "context is {'a': 1}"),
     "an input beside turns": (

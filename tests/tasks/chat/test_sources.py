@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from PIL import Image
 
-from stages.tasks.chat.samples import Message, Record, image_problems, order_problems, read_split
+from stages.tasks.chat.samples import Message, Record, order_problems, read_split
 from stages.tasks.chat.sources import Reader
 from stages.tasks.chat.sources.forms import ParsedConversation, parse_conversation
 from tests.damage import VALUES, damaged_tree, quick
@@ -255,6 +255,18 @@ def test_folders_of_both_forms_or_of_neither_are_refused(tmp_path: Path) -> None
     assert "holds JSON and parquet" in refused(tmp_path)
 
 
+def test_files_beside_those_that_are_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("train.jsonl", "eval.jsonl", "dev.jsonl"):
+        write_lines(tmp_path / f"in/{name}", line(len(name)))
+    for name in ("train.jsonl.gz", "more/notes.csv", "you.png", "README.md"):
+        (tmp_path / "in/more").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).touch()
+    stats = prepare("chat", f"folder:{tmp_path / 'in'}", out_dir=tmp_path / "out")
+    assert stats["validation"] == "eval.jsonl"
+    assert stats["unused_files"] == ["dev.jsonl", "notes.csv", "train.jsonl.gz"]
+    assert "not read: dev.jsonl, notes.csv, train.jsonl.gz" in caplog.text
+
+
 def test_the_hub_is_read_at_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("train-00000-of-00001", 1), ("test-00000-of-00001", 2)):
         write_table(tmp_path / f"hub/data/{name}.parquet", line(number))
@@ -276,7 +288,7 @@ def test_any_object_is_a_conversation_or_has_its_problems_named(content: Any) ->
     found = parse_conversation(content if isinstance(content, dict) else {"messages": content})
     if isinstance(found, ParsedConversation):
         assert not order_problems(found.messages)
-        assert not image_problems(found.messages, found.image_positions)
+        assert all(found.messages[number].role == "user" for number, _ in found.image_positions)
         with_images = {number for number, _ in found.image_positions}
         assert all(each.content.strip() or number in with_images for number, each in enumerate(found.messages))
     else:

@@ -272,7 +272,7 @@ def test_a_file_is_the_same_however_unicode_composes_its_name(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("train", "val"), [("train", "valid"), ("training", "validation"), ("Train", "val")])
+@pytest.mark.parametrize(("train", "val"), [("train", "valid"), ("training", "validation"), ("Train", "eval")])
 def test_splits_are_known_by_every_usual_word(tmp_path: Path, form: str, train: str, val: str) -> None:
     for index, word in enumerate((val, "dev", "test", "testing")):
         names = {train: ["a"], **{each: [each] for each in (val, "dev", "test")[index:]}, word: ["c"]}

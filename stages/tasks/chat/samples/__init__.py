@@ -82,7 +82,7 @@ class Record:
     number: int
     """Line, counted from 1, or row of a table, counted from 0."""
     shown_images: tuple[MessageImage, ...] = ()
-    """In the order in which they are shown; `image_problems` is empty for their positions."""
+    """In the order in which the user's messages show them."""
     unlearnt: tuple[int, ...] = ()
     """Numbers, counted from 0, of the assistant's messages that are context alone; never all of them."""
 
@@ -133,16 +133,6 @@ def order_problems(messages: Sequence[Message]) -> list[str]:
     if not turns or turns[-1].role != "assistant":
         return ["no answer: the last message is not the assistant's"]
     return []
-
-
-def image_problems(messages: Sequence[Message], positions: Sequence[tuple[int, int]]) -> list[str]:
-    """Faults in the positions of images, (message, offset) each: they are in the user's messages, in order."""
-    for number, offset in positions:
-        if not (0 <= number < len(messages) and 0 <= offset <= len(messages[number].content)):
-            return [f"an image is at place {offset} of message {number + 1}, which does not exist"]
-        if messages[number].role != "user":
-            return [f"message {number + 1} shows an image, which only a user's message may"]
-    return [] if list(positions) == sorted(positions) else ["images are not in the order in which they are shown"]
 
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:

@@ -23,6 +23,7 @@ from stages.core.errors import UserError
 from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams, Text
 from stages.core.records import STRICT, cut, shown
+from stages.data.folder import IMAGES as IMAGE_SUFFIXES
 from stages.data.folder import Folder
 from stages.data.given_images import MAX_IMAGE_PIXELS, parse_image
 from stages.data.groups import connected
@@ -66,8 +67,10 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
     tables = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
     if lines and tables:
         raise UserError(f"{folder} holds JSON and parquet: {describe_folder(folder)}. Keep one of them; {READ_ON}")
-    read_file = partial(_read_file, folder=Folder(folder, dataset.splits), reader=reader, unread=unread)
-    found = read_text_files(dataset, folder, lines or tables, read_file, rules)
+    files = Folder(folder, dataset.splits)
+    beside = [path for path in files.on_disk.values() if path.suffix.lower() not in (*IMAGE_SUFFIXES, ".md")]
+    read_file = partial(_read_file, folder=files, reader=reader, unread=unread)
+    found = read_text_files(dataset, folder, lines or tables, read_file, rules, others=beside)
     schema = SCHEMA
     if any(record.unlearnt for record in found.records()):
         schema = schema.append(UNLEARNT)

@@ -16,7 +16,7 @@ from stages.core.errors import pluralize
 from stages.core.records import cut, dotted, shown
 from stages.data.sources import is_set
 from stages.data.texts import SURROGATE, markup_problem
-from stages.tasks.chat.samples import Message, image_problems, order_problems
+from stages.tasks.chat.samples import Message, order_problems
 
 PLACEHOLDER = "<image>"
 """The place of an image in a text, as in LLaMA-Factory, ms-swift and LLaVA."""
@@ -70,7 +70,7 @@ REFUSED = {
         ),
         "thinking before an answer (DeepSeek, Qwen3)": "reasoning_content reasoning thinking",
         "settings of the chat template (TRL, ms-swift)": "chat_template chat_template_kwargs enable_thinking",
-        "KTO's verdict on an answer (TRL, LLaMA-Factory, ms-swift)": "label kto_tag",
+        "KTO's verdict on an answer (TRL, LLaMA-Factory, ms-swift)": "label kto_tag is_correct",
         "a preference between answers (TRL, OpenAI, LLaMA-Factory, ms-swift)": (
             "chosen rejected margin preferred_output non_preferred_output rejected_response rejected_messages"
         ),
@@ -79,6 +79,7 @@ REFUSED = {
             "weight weights loss_weight loss_mask loss_scale train train_detail loss mask sample_weight "
             "assistant_masks completion_mask"
         ),
+        "a form that the answer has to have (OpenAI)": "response_format",
         "boxes for <bbox> in a text (ms-swift)": "objects",
         "tokens in place of text (TRL)": "input_ids attention_mask position_ids",
         "a system prompt under another name; `system` is read": (
@@ -171,7 +172,9 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
     elif count != len(positions):
         problems.append(f"{pluralize(len(positions), 'place')} of an image, but {pluralize(count, 'image')}")
     problems = problems or _text_problems(messages, {number for number, _ in positions})
-    problems = problems or order_problems(messages) or image_problems(messages, positions)
+    problems = problems or order_problems(messages)
+    if not problems and (other := next((number for number, _ in positions if messages[number].role != "user"), None)):
+        problems = [f"message {other + 1} shows an image, which only a user's message may"]
     unlearnt = tuple(number for number, turn in enumerate(turns) if not turn.learnt)
     if not problems and len(unlearnt) == sum(message.role == "assistant" for message in messages):
         problems = ["no turn is to be learnt"]
@@ -197,7 +200,7 @@ def _sections(content: Mapping[str, Any], form: Form) -> Iterator[tuple[str, Any
         yield form.needed[0], content[form.needed[0]]
         return
     history = content.get("history") if "history" in form.optional else None
-    for number, pair in enumerate(history if isinstance(history, list) else [history] if history else [], start=1):
+    for number, pair in enumerate(history if isinstance(history, list) else [history] * is_set(history), start=1):
         sides = pair if isinstance(pair, list) and len(pair) == 2 else [pair]
         for role, side in zip(("user", "assistant"), sides, strict=False):
             yield f"history, turn {number}", as_list(role, side)

@@ -21,8 +21,8 @@ _LINE, _FONT_SIZE = 3, 15
 def example_image(record: DetectionRecord, row: Mapping[str, Any]) -> Image.Image:
     """One sample as an RGB image at most MAX_WIDTH wide: truth thin and green, prediction red, the IoU above."""
     several = len(record.asked) > 1
-    predicted = list(zip(row["boxes"], row["labels"] if several else [None] * len(row["boxes"]), strict=True))
-    image = draw_boxes(record, [(box, (label or "?") if several else None) for box, label in predicted], below=True)
+    labels = [label or "?" for label in row["labels"]] if several else [None] * len(row["boxes"])
+    image = draw_boxes(record, list(zip(row["boxes"], labels, strict=True)), below=True)
     # The truth comes last and is thinner, so that the red shows beside it where both lie on one line.
     for box, label in record.targets():
         _draw_box(image, box, label if several else None, TRUTH_COLOUR, line=1)

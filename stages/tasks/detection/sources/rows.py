@@ -38,20 +38,15 @@ ORDERS: dict[BoxOrder, tuple[str, Callable[[float, float, float, float], Box]]] 
 
 
 NO_PLAIN_BOX = {
-    "iscrowd": "a crowd, no box of one object",
-    "is_crowd": "a crowd, no box of one object",
-    "is_group_of": "a group, no box of one object",
-    "isgroupof": "a group, no box of one object",
-    "ignore": "to be ignored",
-    "ignored": "to be ignored",
-    "gt_ignore": "to be ignored",
-    "ignore_flag": "to be ignored",
-    "deleted": "deleted",
-    "rotation": "rotated",
-    "angle": "rotated",
-    "theta": "rotated",
-    "robndbox": "rotated",
-    "rbbox": "rotated",
+    key: what
+    for what, keys in {
+        "a crowd, no box of one object": "iscrowd is_crowd",
+        "a group, no box of one object": "is_group_of isgroupof",
+        "to be ignored": "ignore ignored gt_ignore ignore_flag",
+        "deleted": "deleted",
+        "rotated": "rotation angle theta robndbox rbbox",
+    }.items()
+    for key in keys.split()
 }
 """Fields of a box, in any form, which is none to be learnt if they have a value; and what it is then."""
 OWN_GROUP = r"(?:^|/)((?:\d{8}|\d{12,14})(?=_\d{1,3}(?!\d))|[^/]+(?=\.rf\.))[^/]*$"

@@ -144,17 +144,16 @@ def conversation(record: Record, *, answered: bool, answer_format: None = None) 
 
     If the whole is too long, the transcript may be cut.
     """
-    return answered_with(record, record.best if answered else None)
-
-
-def answered_with(record: Record, answer: str | None) -> Conversation:
-    """The question with any answer, or None."""
-    return _conversation(record.id, record.context, record.question, answer)
+    return _conversation(record.id, record.context, record.question, record.best if answered else None)
 
 
 def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
     """The answered conversations that a score needs likelihoods of."""
-    return [answered_with(record, answer) for record in records for answer in record.candidates]
+    return [
+        _conversation(record.id, record.context, record.question, answer)
+        for record in records
+        for answer in record.candidates
+    ]
 
 
 def probes(answer_format: None = None, domain: str | None = None) -> list[Conversation]:

@@ -26,7 +26,7 @@ from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
 from stages.data.sources import READ_ON, Place, describe_folder, is_set, source_folder
 from stages.data.splits import read_origin
 from stages.data.texts import SURROGATE, json_objects, markup_problem, read_text
-from stages.tasks.moe.samples import SCHEMA, Domain, Record, read_split
+from stages.tasks.moe.samples import SCHEMA, Record, read_split
 
 COLUMNS = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")
 """Columns of TruthfulQA's table that are read."""
@@ -35,8 +35,8 @@ MEETING = ("meeting_transcripts", "general_query_list", "specific_query_list")
 LONGBENCH = ("input", "context", "answers")
 """Keys of a query in LongBench."""
 
-Found = Record | str
-"""A record without its place, which is not known yet, or its problem."""
+Found = Mapping[str, Any] | str
+"""The fields of a record but its place, or the problem."""
 
 FORM = (
     "TruthfulQA, a CSV with the columns Question, Best Answer, Correct Answers and Incorrect Answers, or QMSum, JSONL "
@@ -144,10 +144,10 @@ def read_corpus(path: Path, unread: Counter[str]) -> Iterator[Sample[Record]]:
         place = Place(path.name, line, unit)
         if isinstance(found, str):
             yield place, [found]
-        elif problem := _problem(found):
-            yield place, [f"{problem}; the question is: {shown(found.question)}"]
-        else:
-            yield place, replace(found, id=f"{path.name}:{line}{suffix}", file=path.name, line=line)
+            continue
+        record = Record(id=f"{path.name}:{line}{suffix}", file=path.name, line=line, **found)
+        problem = _problem(record)
+        yield place, [f"{problem}; the question is: {shown(record.question)}"] if problem else record
 
 
 def _problem(record: Record) -> str | None:
@@ -181,8 +181,11 @@ def _truthfulqa(text: str, unread: Counter[str]) -> Iterator[tuple[int, str, Fou
             else:
                 fields = dict(zip(columns, row, strict=True))
                 _count(unread, fields, COLUMNS)
-                question, best, correct, incorrect = (fields[name].strip() for name in COLUMNS)
-                yield line, "", _record("truthfulqa", question, None, best, _answers(correct), _answers(incorrect))
+                question, best, *lists = (fields[name].strip() for name in COLUMNS)
+                correct, incorrect = map(_answers, lists)
+                asked = {"domain": "truthfulqa", "question": question, "context": None, "best": best}
+                correct = correct if best in correct else (best, *correct)
+                yield line, "", {**asked, "correct": correct, "incorrect": incorrect}
     except csv.Error as error:
         yield start, "", f"not CSV: {error}; what follows cannot be read"
 
@@ -227,8 +230,7 @@ def _meeting(content: Mapping[str, Any], unread: Counter[str]) -> Iterator[Found
         for number, query in enumerate(queries, start=1):
             if _has_texts(query, "query", "answer"):
                 _count(unread, query, ("query", "answer"), f"{name}.")
-                answer = query["answer"].strip()
-                yield _record("qmsum", query["query"].strip(), transcript, answer, (answer,))
+                yield _about_meeting(query["query"], transcript, [query["answer"]])
             else:
                 yield f"{name}, number {number}: no text as query, or none as answer"
 
@@ -241,29 +243,13 @@ def _longbench(content: Mapping[str, Any]) -> Found:
         return "no text as input, or none as context"
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
         return f"answers is no list of texts, found {shown(answers)}"
+    return _about_meeting(content["input"], content["context"].strip(), answers)
+
+
+def _about_meeting(query: str, transcript: str, answers: Sequence[str]) -> Found:
     correct = tuple(answer.strip() for answer in answers)
-    return _record("qmsum", content["input"].strip(), content["context"].strip(), correct[0], correct)
-
-
-def _record(
-    domain: Domain,
-    question: str,
-    context: str | None,
-    best: str,
-    correct: tuple[str, ...],
-    incorrect: tuple[str, ...] = (),
-) -> Record:
-    return Record(
-        id="",
-        domain=domain,
-        question=question,
-        context=context,
-        best=best,
-        correct=correct if best in correct else (best, *correct),
-        incorrect=incorrect,
-        file="",
-        line=0,
-    )
+    asked = {"domain": "qmsum", "question": query.strip(), "context": transcript}
+    return {**asked, "best": correct[0], "correct": correct, "incorrect": ()}
 
 
 def _has_texts(content: Any, *keys: str) -> bool:
