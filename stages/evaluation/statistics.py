@@ -124,9 +124,17 @@ def bootstrap(
     Returns None below two groups. Raises ValueError for NaN or infinite values: missing is not a score.
     """
     columns, statistic = by_group(_as_columns(values), statistic, groups)
-    if len(columns) < 2:
+    num_samples = len(columns)
+    if num_samples < 2:
         return None
-    return _expanded_percentiles(_redraw(columns, statistic, resamples), samples_freedom(len(columns), groups))
+    rng, per_chunk, redrawn = np.random.default_rng(0), max(1, CHUNK_VALUES // columns.size), []
+    for start in range(0, resamples, per_chunk):
+        rows = rng.integers(0, num_samples, size=(min(per_chunk, resamples - start), num_samples))
+        redrawn.append(statistic(columns[rows].mean(axis=1)))  # (chunk, n, k) -> (chunk, k) -> (chunk,)
+    freedom = samples_freedom(num_samples, groups)
+    tail = NormalDist().cdf(-math.sqrt((freedom + 1) / freedom) * stdtrit(freedom, (1 + LEVEL) / 2))
+    low, high = np.quantile(np.concatenate(redrawn), [tail, 1 - tail])
+    return Interval(float(low), float(high))
 
 
 def _as_columns(values: Sequence[float] | Floats) -> Floats:
@@ -136,21 +144,3 @@ def _as_columns(values: Sequence[float] | Floats) -> Floats:
     if len(broken):
         raise ValueError(f"{len(broken)} of {len(columns)} samples are NaN or infinite, the first at row {broken[0]}")
     return columns
-
-
-def _redraw(columns: Floats, statistic: Statistic, resamples: int) -> Floats:
-    """The statistic of every redraw of the n rows: (n, k) -> (resamples,)."""
-    num_samples = len(columns)
-    rng = np.random.default_rng(0)
-    per_chunk = max(1, CHUNK_VALUES // columns.size)
-    drawn = []
-    for start in range(0, resamples, per_chunk):
-        rows = rng.integers(0, num_samples, size=(min(per_chunk, resamples - start), num_samples))
-        drawn.append(statistic(columns[rows].mean(axis=1)))  # (chunk, n, k) -> (chunk, k) -> (chunk,)
-    return np.concatenate(drawn)
-
-
-def _expanded_percentiles(redrawn: Floats, freedom: float) -> Interval:
-    tail = NormalDist().cdf(-math.sqrt((freedom + 1) / freedom) * stdtrit(freedom, (1 + LEVEL) / 2))
-    low, high = np.quantile(redrawn, [tail, 1 - tail])
-    return Interval(float(low), float(high))
