@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -25,10 +24,10 @@ from rich.console import Console
 
 from stages.core.environment import SET, pinned_instructions
 from stages.core.errors import UserError, configure_logging
-from stages.core.lineage import LINEAGE_FILE, folder_digest, read_lineage
+from stages.core.lineage import folder_digest
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, Params
-from stages.core.provenance import PROVENANCE_DIR, read_provenance
+from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
 from stages.core.tasks import load_task, reader_of
 from stages.data.splits import STATS_FILE
 from stages.memory.fit import Duration, Fit, advice, cheapest_fit, duration, fastest_fit, process_words, time_text
@@ -129,7 +128,8 @@ def available_inputs(params: Params, recipe: str) -> Inputs:
     source, folder = params.base_source(name), Path("data/bases") / name
     kind, _, where = source.partition(":")
     has_tokenizer = True
-    if not _is_built_from(folder, source):
+    made = recorded(f"base@{name}")
+    if not (folder.is_dir() and made and source in made.params.values()):
         has_tokenizer = kind == "folder"
         repository = where.partition("@")[0]
         folder = Path(where) if has_tokenizer else GEOMETRIES_DIR / repository
@@ -154,12 +154,10 @@ def config_of_base(inputs: Inputs) -> PreTrainedConfig:
     return config if build is None else mixture_config(config, experts=len(build.experts), top_k=build.top_k)
 
 
-def _is_built_from(folder: Path, source: str) -> bool:
-    if not (folder / LINEAGE_FILE).is_file():
-        return False
-    made_from, kind = read_lineage(folder).source, source.partition(":")[0]
-    revision = f"@{made_from['revision']}" if "revision" in made_from else ""
-    return kind in made_from and same_source(f"{kind}:{made_from[kind]}{revision}", source)
+def recorded(stage: str) -> Provenance | None:
+    """The record of a stage, which is there with its outputs."""
+    path = Path(PROVENANCE_DIR) / f"{stage}.json"
+    return read_provenance(path) if path.is_file() else None
 
 
 def available_data(params: Params, name: str) -> Path | None:
@@ -177,10 +175,9 @@ def other_settings(params: Params, name: str) -> list[str]:
 
     The record of `prepare` has them, and what a mix was made of; without a record, nothing is known of them.
     """
-    dataset, record = params.dataset(name), Path(PROVENANCE_DIR) / f"prepare@{name}.json"
-    if not record.is_file():
+    dataset, made = params.dataset(name), recorded(f"prepare@{name}")
+    if made is None:
         return []
-    made = read_provenance(record)
     then = {key: value for settings in made.params.values() for key, value in settings.items()}
     now = json.loads(json.dumps(asdict(dataset) | asdict(params.data)))
     different = [key for key in now if then.get(key, now[key]) != now[key]]
@@ -190,18 +187,6 @@ def other_settings(params: Params, name: str) -> list[str]:
         if path.is_dir() and made.inputs.get(str(path)) not in (None, folder_digest(path)):
             different.append(f"content of {part}")
     return different
-
-
-def same_source(actual: str, wanted: str) -> bool:
-    """Whether a resolved source is the one that a profile names, by a commit, its beginning, or a branch.
-
-    A branch counts as the same, whatever its commit: only the hub knows.
-    """
-    if not wanted.startswith("hub:"):
-        return actual == wanted
-    repo, _, revision = wanted.partition("@")
-    found_repo, _, commit = actual.partition("@")
-    return found_repo == repo and (commit.startswith(revision) or not re.fullmatch("[0-9a-f]{7,40}", revision))
 
 
 @dataclass(frozen=True, kw_only=True)

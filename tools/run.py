@@ -34,10 +34,9 @@ from stages.core.errors import UserError, pluralize
 from stages.core.locks import hold
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
-from stages.core.signals import end_with_parent
 from stages.launcher.gpus import leasable, read_gpus
 from stages.launcher.pipeline import gpus_wanted
-from stages.launcher.process import forwarded_signals
+from stages.launcher.process import forwarded_signals, start, wait_for
 from stages.launcher.slurm import runs_in_slurm
 
 LOCK_PATH = Path(".bakeoff/run.lock")
@@ -208,22 +207,13 @@ class SideBySide:
                     for name in running:
                         say(f"  {name}: {_last_line(log_path(name))}")
                 for name in [name for name, process in running.items() if process.poll() is not None]:
-                    code, took = running.pop(name).returncode, f"{time.monotonic() - began[name]:.0f} s"
-                    self._end(name, code if code >= 0 else 128 - code, took, interrupted=bool(signals.received))
+                    code, took = wait_for(running.pop(name)), f"{time.monotonic() - began[name]:.0f} s"
+                    self._end(name, code, took, interrupted=bool(signals.received))
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         say(f"{name} starts")
         with log_path(name).open("wb") as log:
-            return subprocess.Popen(
-                [*self.dvc, name],
-                env=dict(self.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # In its own process group, a Ctrl-C reaches its processes once, from here.
-                process_group=0,
-                preexec_fn=end_with_parent(),
-            )
+            return start([*self.dvc, name], env=dict(self.environment), stdout=log, stderr=subprocess.STDOUT)
 
     def _end(self, name: str, code: int, took: str, *, interrupted: bool) -> None:
         log, shown = log_path(name).read_text(encoding="utf-8", errors="replace"), SHOWN_LINES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
@@ -14,12 +14,9 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DatasetParams
 from stages.core.records import STRICT, parse, problems, refusal
 
-MODULES = ("sources", "samples", "scoring", "report", "predictions")
 
-
-def load_task(task: str, module: str) -> ModuleType:
+def load_task(task: str, module: Literal["sources", "samples", "scoring", "report", "predictions"]) -> ModuleType:
     """The module `stages.tasks.TASK.MODULE`. Raises UserError where there is none."""
-    assert module in MODULES, module
     package = f"stages.tasks.{task}"
     try:
         return import_module(f"{package}.{module}")

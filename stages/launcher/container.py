@@ -239,7 +239,6 @@ def run_client(
                 time.sleep(0.05)
 
         signals.forward_to(lambda number: Thread(target=forward, args=(number,), daemon=True).start())
-        code = wait_for(client)
-        if code != 0:
-            code = failed(code if code > 0 else 128 - code)
+        if code := wait_for(client):
+            code = failed(code)
     return signals.code_of_stage(code)

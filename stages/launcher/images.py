@@ -6,8 +6,6 @@ for GPUs. Imports nothing heavy: every stage waits for it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import tomllib
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stages.core.lineage import file_digest
+from stages.core.lineage import file_digest, json_digest, short
 from stages.core.records import read_settings
 
 STAGE_TARGETS = ("cpu", "cuda")
@@ -60,9 +58,7 @@ def read_base(workspace_dir: Path) -> Base:
 
 def image_reference(workspace_dir: Path, target: str) -> str:
     """The name of the image of this tree for `target`, e.g. `bakeoff:cpu-3f9c0d12ab34`."""
-    inputs = image_inputs(workspace_dir, target)
-    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-    return f"bakeoff:{target}-{digest[:12]}"
+    return f"bakeoff:{target}-{short(json_digest(image_inputs(workspace_dir, target)))}"
 
 
 def image_inputs(workspace_dir: Path, target: str) -> dict[str, str]:

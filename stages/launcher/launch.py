@@ -45,7 +45,14 @@ WORKSPACE_DIR = Path(__file__).resolve().parents[2]
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(stage: str, args: tuple[str, ...]) -> None:
     """Run STAGE with ARGS in a fresh container or process."""
-    request = read_request(stage, args or item_of(os.environ.get("DVC_STAGE", "")))
+    request = Request(
+        stage=stage,
+        args=args or item_of(os.environ.get("DVC_STAGE", "")),
+        params=checked_params(WORKSPACE_DIR),  # DVC may have removed the outputs of the stage by now
+        stages=declared_stages(WORKSPACE_DIR),
+        workspace_dir=WORKSPACE_DIR,
+        caller=os.environ,
+    )
     if request.by_dvc:
         # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` would start a second
         # writer of the same folder. A launcher that a person started may outlive its shell (nohup).
@@ -55,25 +62,14 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     sys.exit(0 if request.node > 0 and code - 128 in ENDING else code)
 
 
-def read_request(stage: str, args: tuple[str, ...]) -> Request:
-    """Raises UserError for a params.yaml with mistakes. DVC may have removed the outputs of the stage by then."""
-    return Request(
-        stage=stage,
-        args=args,
-        params=checked_params(WORKSPACE_DIR),
-        stages=declared_stages(WORKSPACE_DIR),
-        workspace_dir=WORKSPACE_DIR,
-        caller=os.environ,
-    )
-
-
 def launch(request: Request) -> int:
     """Run a stage to its end and return its exit code. Raises UserError if it cannot be run."""
     if runs_in_slurm(request.caller, request.params):
         request.require_declared()
         refuse_missing_deps(request)
         return run_step(request)
-    engine = choose_engine(request.engine_name, workspace_dir=WORKSPACE_DIR, target=request.image_target)
+    wanted = request.caller.get("BAKEOFF_ENGINE") or "auto"
+    engine = choose_engine(wanted, workspace_dir=WORKSPACE_DIR, target=request.image_target)
     if engine.image is not None:  # a container runs only what dvc.yaml declares; docker/run train --help needs none
         request.require_declared()
     if request.source and request.params.active.device.kind == "cuda":

@@ -211,10 +211,6 @@ class Request:
         return int(self.caller["SLURM_NODEID"]) if self.in_step else 0
 
     @property
-    def engine_name(self) -> str:
-        return self.caller.get("BAKEOFF_ENGINE") or "auto"
-
-    @property
     def repository_dir(self) -> Path:
         """The person's repository, also if DVC runs an experiment in a temporary clone of it."""
         return Path(self.caller.get("DVC_ROOT") or self.workspace_dir)

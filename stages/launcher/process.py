@@ -6,8 +6,6 @@ take as long as some stages do. Used inside containers too, so it imports nothin
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import runpy
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.core.environment import arithmetic, cpu_model, installed_packages, stage_environment, usable_cores
 from stages.core.errors import OUT_OF_MEMORY
+from stages.core.lineage import json_digest, short
 from stages.core.provenance import Machine
 from stages.core.signals import SAME_REQUEST_S, end_with_parent, handling
 
@@ -89,15 +88,22 @@ def forwarded_signals() -> Iterator[ForwardedSignals]:
         yield signals
 
 
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process without input, which ends with this one. In its own process group, a Ctrl-C reaches it once, from
+    here, and not a second time from the terminal while it is already saving its work."""
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent(), **options)
+
+
 def wait_for(process: subprocess.Popen[Any]) -> int:
-    """Wait for a process to end, and handle signals meanwhile; returns its exit code.
+    """Wait for a process to end, and handle signals meanwhile; returns its exit code, 128 + n after signal n.
 
     A wait without a limit ends for a signal only if that interrupts it. One that comes a moment before it begins, or to
     another thread, would be handled when the process has ended.
     """
     while True:
         with suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=1)
+            code = process.wait(timeout=1)
+            return code if code >= 0 else 128 - code
 
 
 class ProcessEngine:
@@ -135,21 +141,12 @@ def run_stage(
     Returns its exit code: 128 + n after signal n.
     """
     stage, *args = command
-    # In its own process group, a Ctrl-C reaches it once, from here, and not a second time from the terminal while it
-    # is already saving its work.
-    child = subprocess.Popen(
-        [sys.executable, "-m", f"stages.{stage}", *args],
-        cwd=working_dir,
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        process_group=0,
-        preexec_fn=end_with_parent(),
-    )
+    child = start([sys.executable, "-m", f"stages.{stage}", *args], cwd=working_dir, env=dict(environment))
     signals.forward_to(child.send_signal)
     code = wait_for(child)
     with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, for a group of zombies
         os.killpg(child.pid, signal.SIGKILL)
-    return code if code >= 0 else 128 - code
+    return code
 
 
 def as_out_of_memory(code: int, killed_before: int) -> int:
@@ -197,8 +194,7 @@ def cuda_of_torch() -> str | None:
 def triton_dir(image: Image | None, repository_dir: Path) -> Path:
     """The folder of kernels that Triton compiled, for each image, or each set of packages of this interpreter."""
     if image is not None:
-        name = image[1].removeprefix("sha256:")[:12]
+        name = short(image[1].removeprefix("sha256:"))
     else:
-        packages = [sys.version, installed_packages(sys.path)]
-        name = f"process-{hashlib.sha256(json.dumps(packages).encode()).hexdigest()[:12]}"
+        name = f"process-{short(json_digest([sys.version, installed_packages(sys.path)]))}"
     return repository_dir / ".bakeoff/triton" / name

@@ -10,17 +10,15 @@ from __future__ import annotations
 import shlex
 import shutil
 import signal
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
 from stages.core.records import rebuild
-from stages.core.signals import end_with_parent
 from stages.launcher.messages import say
 from stages.launcher.pipeline import IN_STEP, PLACE_VARIABLE, Request
-from stages.launcher.process import forwarded_signals, wait_for
+from stages.launcher.process import forwarded_signals, start, wait_for
 from stages.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
 from stages.planning.plan import read_plan
 from stages.planning.prediction import GIB, PlannedMemory
@@ -65,14 +63,7 @@ def run_step(request: Request) -> int:
     command = ["srun", *step_options(request), "docker/run", request.stage, *request.args]
     say(shlex.join(command))
     with forwarded_signals() as signals:
-        srun = subprocess.Popen(
-            command,
-            cwd=request.workspace_dir,
-            env={**request.caller, PLACE_VARIABLE: IN_STEP},
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # a terminal's signals come from here alone
-            preexec_fn=end_with_parent(),
-        )
+        srun = start(command, cwd=request.workspace_dir, env={**request.caller, PLACE_VARIABLE: IN_STEP})
         signals.forward_to(lambda _: srun.send_signal(SAVE if len(signals.received) == 1 else signal.SIGTERM))
         code = wait_for(srun)
     return 128 + signals.received[-1] if code and signals.received else code

@@ -14,7 +14,6 @@ from click.testing import CliRunner, Result
 
 from stages.core.environment import pinned_instructions
 from stages.core.errors import UserError
-from stages.core.lineage import write_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, ExpertParams, Params
 from stages.launcher.pipeline import declared_stages
@@ -29,7 +28,7 @@ from tests.memory.test_fit import predicted as prediction_of
 from tests.stage_runs import done, read_params, refused, write_params, write_workspace
 from tools import plan as tool
 from tools import timing
-from tools.plan import available_data, available_inputs, other_settings, root_base, same_source, trainable_recipes
+from tools.plan import available_data, available_inputs, other_settings, root_base, trainable_recipes
 from tools.timing import Speed
 
 GPU_PROFILE = "qwen2-vl-2b"
@@ -252,11 +251,10 @@ def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
     return params
 
 
-def built(source: dict[str, str]) -> Path:
+def built(source: str) -> Path:
     folder = Path("data/bases/vlm")
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    write_lineage(folder, kind="base", name="vlm", source=source)
+    replace(PROVENANCE, params={"profiles.any.bases.vlm": source}).write(Path("data/provenance/base@vlm.json"))
     return folder
 
 
@@ -283,37 +281,21 @@ def test_a_chain_of_recipes_and_a_build_has_the_base_at_its_root(params: Params)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "source", "taken"),
-    [
-        (None, {"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT}, True),
-        (None, {"hub": "Qwen/Qwen2-VL-7B-Instruct", "revision": COMMIT}, False),
-        (None, {"folder": "somewhere"}, False),
-        ("hub:Qwen/Qwen2-VL-2B-Instruct@main", {"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT}, True),
-        ("hub:Qwen/Qwen2-VL-2B-Instruct@d59dcee8", {"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT}, False),
-    ],
+    ("source", "taken"),
+    [(f"hub:Qwen/Qwen2-VL-2B-Instruct@{COMMIT}", True), ("hub:Qwen/Qwen2-VL-2B-Instruct@main", False)],
 )
-def test_a_fetched_base_is_taken_unless_it_is_another_profiles(
-    params: Params, wanted: str | None, source: dict[str, str], taken: bool
-) -> None:
-    folder, found = built(source), available_inputs(with_base(params, wanted) if wanted else params, "r1-llm-only")
+def test_a_fetched_base_is_taken_unless_it_is_another_profiles(params: Params, source: str, taken: bool) -> None:
+    folder, found = built(source), available_inputs(params, "r1-llm-only")
     assert (found.config_dir, found.has_tokenizer) == ((folder, True) if taken else (GEOMETRY, False))
 
 
-def test_a_source_is_compared_by_its_whole_name() -> None:
-    assert not same_source("hub:Qwen/AB@d59dcee8", "hub:Qwen/A@main")
-    assert not same_source("folder:photographs-2", "folder:photographs")
-
-
-def with_base(params: Params, source: str) -> Params:
-    profile = replace(params.active, bases={"vlm": source})
-    return replace(params, profiles={**params.profiles, params.profile: profile})
-
-
 def test_an_unknown_repository_has_to_be_fetched_first(params: Params) -> None:
-    unknown = with_base(params, f"hub:Nobody/Knows@{COMMIT}")
+    source = f"hub:Nobody/Knows@{COMMIT}"
+    profile = replace(params.active, bases={"vlm": source})
+    unknown = replace(params, profiles={**params.profiles, params.profile: profile})
     with pytest.raises(UserError, match=r"Nobody/Knows.*dvc exp run -S profile=qwen2-vl-2b -S gpu=24 base@vlm"):
         available_inputs(unknown, "r1-llm-only")
-    folder = built({"hub": "Nobody/Knows", "revision": COMMIT})
+    folder = built(source)
     assert available_inputs(unknown, "r1-llm-only").config_dir == folder
 
 

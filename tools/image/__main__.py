@@ -23,7 +23,7 @@ from stages.core.errors import UserError
 from stages.core.lineage import file_digest
 from stages.launcher import images
 from stages.launcher.apptainer import IMAGES_DIR, digest_path, sif_path
-from stages.launcher.docker import Client, ContainerEngine
+from stages.launcher.docker import Client
 from stages.launcher.engines import CONTAINER_ENGINES
 from stages.launcher.images import SOURCE_DATE_EPOCH
 from tools.image.wheelhouse import WheelPlatform, make_wheelhouse, wheelhouse_digest
@@ -41,24 +41,19 @@ COMPRESSION = ("--mksquashfs-args", "-comp zstd -Xcompression-level 1")
 
 
 @click.command(help=__doc__)
-@click.option("--engine", envvar="ENGINE", help=f"{', '.join(CONTAINER_ENGINES)}; default: the first one on the PATH.")
+@click.option("--engine", envvar="ENGINE", type=click.Choice(list(CONTAINER_ENGINES)), help="Default: the first found.")
 @click.option("--target", envvar="TARGET", required=True, type=click.Choice(images.TARGETS), help="The image.")
 def main(engine: str | None, target: str) -> None:
     program = next(filter(shutil.which, [engine] if engine else CONTAINER_ENGINES), None)
     if program is None:
         raise UserError(
-            f"no {engine or ' or '.join(CONTAINER_ENGINES)} is on the PATH. Install one (Apptainer: apptainer.org; "
-            "Debian: apt install apptainer), or name it: make image ENGINE=/path/to/docker"
+            f"no {engine or ' or '.join(CONTAINER_ENGINES)} is on the PATH; install one (Apptainer: apptainer.org; "
+            "Debian: apt install apptainer)"
         )
-    if keeps_images(Path(program).name):
-        build_image(Client(program), target)
-    else:
+    if program == "apptainer":
         make_sif(target)
-
-
-def keeps_images(name: str) -> bool:
-    """Whether an engine has a store of images, as docker; those of Apptainer are files."""
-    return issubclass(CONTAINER_ENGINES.get(name, ContainerEngine), ContainerEngine)
+    else:
+        build_image(Client(program), target)
 
 
 def build_image(client: Client, target: str) -> str:
@@ -139,7 +134,7 @@ def make_sif(target: str) -> None:
     if path.is_file():
         say(f"{path} is built already")
         return
-    clients = [Client(name) for name in CONTAINER_ENGINES if keeps_images(name) and shutil.which(name)]
+    clients = [Client(name) for name in ("docker", "podman") if shutil.which(name)]
     client = next((client for client in clients if client.problem() is None), None)
     if client is None:
         raise UserError(

@@ -6,7 +6,6 @@ has, in `.bakeoff/wheelhouse/<target>`, and is complete or not there.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
@@ -15,14 +14,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
 from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError
-from stages.core.lineage import file_digest
+from stages.core.lineage import file_digest, json_digest
 
 SOURCE_ONLY = "antlr4-python3-runtime"
 """A package that is published without a wheel; the image build makes it."""
@@ -47,10 +44,9 @@ class WheelPlatform:
         return self.python.rpartition(".")[0]
 
     def marker_environment(self) -> dict[str, str]:
-        """Values of the environment markers of a lock."""
+        """Values of environment markers; the others that a lock has are those of this interpreter."""
         python = {"python_full_version": self.python, "python_version": self.python_minor}
-        system = {"platform_machine": self.machine, "platform_system": "Linux", "sys_platform": "linux"}
-        return {**cast("dict[str, str]", default_environment()), **python, **system}
+        return python | {"platform_machine": self.machine, "platform_system": "Linux", "sys_platform": "linux"}
 
     def pip_options(self) -> list[str]:
         """Make pip choose wheels for this platform, the newest glibc first (PEP 600)."""
@@ -84,7 +80,7 @@ def make_wheelhouse(folder: Path, locks: Sequence[Path], cpu_torch: str | None, 
     Raises UserError if a package cannot be fetched, or is not the locked one; then there is no wheelhouse.
     """
     requirements = list({pin: line for lock in locks for pin, line in read_lock(lock, platform).items()}.values())
-    wanted = hashlib.sha256(json.dumps([requirements, cpu_torch, platform.pip_options()]).encode()).hexdigest()
+    wanted = json_digest([requirements, cpu_torch, platform.pip_options()])
     if (folder / CONTENTS).is_file():
         contents = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
         # Bytes are checked when they are installed.

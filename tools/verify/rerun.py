@@ -25,7 +25,7 @@ from stages.core.provenance import Provenance, read_provenance
 from stages.core.records import nearest, read_settings, yaml_text
 from stages.core.signals import handling
 from stages.launcher.pipeline import DeclaredStage, cache_dir, declared_stages, source_of
-from stages.launcher.process import forwarded_signals, wait_for
+from stages.launcher.process import forwarded_signals, start, wait_for
 from stages.launcher.record import SEEN_BY_STAGES
 from stages.planning.memory_use import StageMemory
 
@@ -199,8 +199,7 @@ def launched(folder: Path, stage: DeclaredStage) -> Iterator[subprocess.Popen[by
     environment |= {"DVC_STAGE": stage.name, "BAKEOFF_CALLER": str(os.getpid())}
     command = [sys.executable, "-m", "stages.launcher.launch", *stage.command.split()[1:]]
     with forwarded_signals() as signals:
-        # In a process group of its own: a Ctrl-C reaches it once, from here.
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        process = start(command, cwd=folder, env=environment)
         signals.forward_to(process.send_signal)
         yield process
         wait_for(process)

@@ -18,10 +18,8 @@ from stages.core.records import STRICT, nearest
 Part = Literal["vision", "projector", "llm"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "llm")
 Loss = Literal["assistant-only", "all-tokens", "router-labels"]
-Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 PaddingFree = Literal["auto", "on", "off"]
 Kernels = Literal["auto", "off"]
-Instructions = Literal["avx2", "native"]
 Optimizer = Literal[
     "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "lion_32bit", "muon", "adafactor"
 ]
@@ -109,11 +107,6 @@ class DeviceParams:
         """Devices of all machines."""
         return self.count * self.nodes
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the memory of the device is known: a CPU's, or that of a GPU by size or by name."""
-        return self.kind == "cpu" or self.card is not None or self.memory_gb is not None
-
     def one(self) -> DeviceParams:
         """One device, which merging and evaluation use."""
         return replace(self, count=1, nodes=1)
@@ -184,7 +177,7 @@ class StepParams:
     one that is known to have no bf16, fp32 on a CPU."""
     micro_batch: Size
     """Samples on one device in one forward pass; gradient accumulation makes up the effective batch."""
-    attn: Attention = "auto"
+    attn: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """auto: torch's own, which has flash-attn's kernels; flash_attention_2 needs an image with flash-attn."""
     gradient_checkpointing: bool = True
     optimizer: Optimizer = "adamw_torch_fused"
@@ -200,7 +193,7 @@ class StepParams:
 class MemoryParams(StepParams):
     quantization: Literal["none"] | None = None
     """none: train every recipe on unquantized weights; null: as the recipe says."""
-    instructions: Instructions = "avx2"
+    instructions: Literal["avx2", "native"] = "avx2"
     """avx2: a CPU gives the same bits as every CPU of its maker. native: it uses all it has, such as AVX-512 and AMX.
     That is faster, in bf16 by far, and gives the same bits on this model of CPU only."""
     padding_free: PaddingFree = "auto"
