@@ -75,7 +75,11 @@ class ApptainerEngine(SealedEngine):
         if not network:
             hosts_path = folder.scratch_dir / "hosts"
             hosts_path.write_text("127.0.0.1 localhost\n", encoding="utf-8")
-        all_mounts = (*kernel_settings(), *mounts, Mount(hosts_path, HOSTS_PATH))
+        # Read-only. Else the folders of a workspace below /tmp would be made in the writable /tmp of the container.
+        empty_dir = folder.scratch_dir / "workspace"
+        empty_dir.mkdir()
+        workspace = Mount(empty_dir, request.workspace_dir)
+        all_mounts = (*kernel_settings(), workspace, *mounts, Mount(hosts_path, HOSTS_PATH))
         command = [
             *("apptainer", "--silent", "exec", *SEAL, *SECCOMP),
             *(() if network else ("--net", "--network", "none")),

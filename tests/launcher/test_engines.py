@@ -167,6 +167,7 @@ def test_apptainer_seals_a_stage_and_its_tmp_is_temporary(
     (scratch,) = map(Path, options(call, "--workdir"))
     assert scratch.is_relative_to(workspace / ".bakeoff/stages/plan@r1-llm-only")
     assert not scratch.exists()
+    assert f"type=bind,source={scratch / 'workspace'},target={workspace},readonly" in call
     # Settings of the kernel are read-only, with what is mounted inside.
     found = [argument for argument in call if re.search("target=/(proc|sys)", argument)]
     assert all(value.endswith(",readonly") and "debug" not in value for value in found)

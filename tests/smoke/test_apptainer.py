@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -42,6 +44,18 @@ print(os.environ["HOME"], os.path.exists({str(tmp_path)!r}))
     trained = playground / "data/runs/r1-llm-only/trained"
     assert trained.stat().st_uid == os.getuid()
     trained.rmdir()
+
+
+@pytest.mark.parametrize("parent", ["/tmp", "/var/tmp"])
+def test_a_workspace_below_a_folder_that_each_container_has_of_its_own_is_read_only_too(
+    playground: Path, parent: str
+) -> None:
+    with TemporaryDirectory(dir=parent) as folder:
+        workspace = shutil.copytree(playground, Path(folder) / "workspace", symlinks=True)
+        attempts = [attempt for attempt, error in ATTEMPTS if error == "Read-only file system"]
+        result = train(workspace, trying(attempts))
+    assert result.returncode == 0, result.stderr
+    assert [attempt for attempt, error in json.loads(result.stdout).items() if "Read-only" not in str(error)] == []
 
 
 def test_stages_give_the_bytes_that_a_process_gives_also_in_jobs(tmp_path: Path) -> None:
