@@ -239,7 +239,8 @@ def design_words(comparison: Comparison) -> list[str]:
 def _alike_words(comparison: Comparison) -> Iterator[str]:
     intervals = [(each.name, each.score.interval) for each in comparison.evaluated if each.baseline]
     if alike := [name for name, interval in intervals if interval and isclose(interval.low, interval.high)]:
-        yield f"All samples of {', '.join(alike)} score alike: that an interval has no width says nothing of others."
+        names = ", ".join(alike)
+        yield f"All samples of {names} score alike: an interval without width is no evidence about other samples."
 
 
 def _power_words(comparison: Comparison) -> Iterator[str]:

@@ -352,7 +352,7 @@ def test_an_interval_of_samples_that_score_alike_comes_with_a_caution() -> None:
     bases = {"a": "base", "b": "base"}
     contenders = [score_contender(REPORT, run.name, [run], baseline=bases.get(run.name)) for run in runs]
     said = [line for line in design_words(compare(REPORT, contenders)) if "alike" in line]
-    assert said == ["All samples of a score alike: that an interval has no width says nothing of others."]
+    assert said == ["All samples of a score alike: an interval without width is no evidence about other samples."]
 
 
 def test_a_report_says_which_bases_have_no_entry_of_families() -> None:
