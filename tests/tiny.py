@@ -43,7 +43,7 @@ def generator_of(
     model: PreTrainedModel, processor: Processor, *, batch_size: int, max_new_tokens: int, complete: Any = None
 ) -> TextGenerator:
     """complete: the task's test of whether a completion is complete, if it has one."""
-    task: Any = SimpleNamespace(**({"completeness_test": lambda _: complete} if complete else {}))
+    task: Any = SimpleNamespace(**({"complete": lambda text, answer_format: complete(text)} if complete else {}))
     return TextGenerator(
         model=model,
         processor=processor,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -167,7 +168,7 @@ def load_generator(
 
 def completeness_test(samples: ModuleType, answer_format: str | None) -> Callable[[str], bool] | None:
     """A task's test of whether a partial completion is complete; None if only the end of the turn ends it."""
-    return samples.completeness_test(answer_format) if hasattr(samples, "completeness_test") else None
+    return partial(samples.complete, answer_format=answer_format) if hasattr(samples, "complete") else None
 
 
 def completion_of(

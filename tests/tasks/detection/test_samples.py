@@ -45,7 +45,7 @@ def boxes(draw: st.DrawFn) -> Box:
 @example(given_boxes=[(0.50051, 0.4995, 0.50052, 0.49951)])
 def test_boxes_come_back_within_half_a_step(family: str, given_boxes: list[Box]) -> None:
     decoded = decode_boxes(encode_boxes(given_boxes, family=family, size=SIZE), family=family, size=SIZE)
-    assert not decoded.problems
+    assert not decoded.malformed
     assert len(decoded.boxes) == len(given_boxes)
     grid = codec(family).grid(SIZE)
     for back, box in zip(decoded.boxes, sorted(given_boxes, key=reading_order), strict=True):
@@ -73,30 +73,29 @@ def test_a_fenced_json_completion_is_read_and_its_broken_box_counted() -> None:
     text = '```json\n[{"bbox_2d": [1, 2, 30, 40], "label": "a"}, {"bbox_2d": [1, 2], "label": "b"}, {"bbox_2d"'
     decoded = decode_boxes(text, family="qwen3_vl")
     assert decoded.boxes == ((0.001, 0.002, 0.03, 0.04),)
-    assert len(decoded.problems) == 2
+    assert decoded.malformed == 2
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    "text",
     [
-        (label("(500,100),(400,900)"), "reversed"),
-        (label("(100,100),(100,900)"), "zero area"),
-        (label("(100,100),(1001,900)"), "outside"),
-        (label("(0.1,0.1),(0.4,0.9)"), "is not"),
-        (label(""), "is not"),
-        (label("(\u0661\u0660\u0660,100),(400,900)"), "is not"),  # digits, but not the tokenizer's
-        ("<|box_start|>(100,100),(400,900)", "no <|box_end|>"),
-        ("(100,100),(400,900)<|box_end|>", "no <|box_start|>"),
+        label("(500,100),(400,900)"),
+        label("(100,100),(100,900)"),
+        label("(100,100),(1001,900)"),
+        label("(0.1,0.1),(0.4,0.9)"),
+        label(""),
+        label("(\u0661\u0660\u0660,100),(400,900)"),  # digits, but not the tokenizer's
+        "<|box_start|>(100,100),(400,900)",
+        "(100,100),(400,900)<|box_end|>",
     ],
 )
-def test_malformed_box_is_counted_and_leaves_its_neighbour_alone(text: str, problem: str) -> None:
+def test_malformed_box_is_counted_and_leaves_its_neighbour_alone(text: str) -> None:
     alone = decode_boxes(text + "<|im_end|>")
     assert not alone.boxes
-    assert len(alone.problems) == 1
-    assert problem in alone.problems[0]
+    assert alone.malformed == 1
     beside = decode_boxes(text + label("(0,0),(500,1000)"))
     assert beside.boxes == ((0.0, 0.0, 0.5, 1.0),)
-    assert len(beside.problems) == 1
+    assert beside.malformed == 1
 
 
 TOKENS = ["<|box_start|>", "<|box_end|>", *"(),7[{}:", "1000", "(1,2)", '"bbox_2d"', "[1,2,3,4]"]
@@ -123,7 +122,6 @@ def test_decoding_never_raises_and_gives_only_proper_boxes(family: str, text: st
     for x0, y0, x1, y1 in decoded.boxes:
         assert 0 <= x0 < x1 <= 1
         assert 0 <= y0 < y1 <= 1
-    assert all(len(problem) < 150 for problem in decoded.problems)
 
 
 @pytest.mark.timeout(60)
@@ -136,7 +134,7 @@ def test_a_completion_without_end_takes_no_longer_than_its_length(
     """A quarter of a million characters, of which the square would take hours."""
     times = 250_000 // len(repeated)
     decoded = decode_boxes(before + repeated * times + after, family=family, size=SIZE)
-    assert len(decoded.boxes) + len(decoded.problems) <= times + 1
+    assert len(decoded.boxes) + decoded.malformed <= times + 1
 
 
 @given(

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -234,16 +233,12 @@ def _restored(graph: Node) -> Node:
     return linked(graph, variable_names(canonical(graph)))
 
 
-def completeness_test(answer_format: str) -> Callable[[str], bool]:
-    """A function that says whether a partial completion is complete, so that generation can stop."""
-    return partial(complete, answer_format=answer_format)
-
-
 _GRAPH_PARTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[()]', re.DOTALL)
 
 
 def complete(text: str, answer_format: str) -> bool:
-    """Whether all parentheses outside of quotes are closed again; for `mtup` those of the second graph."""
+    """Whether a partial completion is complete, so that generation can stop: all parentheses outside of quotes are
+    closed again; for `mtup` those of the second graph."""
     finished, depth = 0, 0
     for match in _GRAPH_PARTS.finditer(text):
         if match[0] == "(":

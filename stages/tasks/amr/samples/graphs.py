@@ -60,10 +60,6 @@ class Node:
         """Targets that are neither nodes nor references, undefined variables included; as written."""
         return {target for node in self.walk() for _, target in node.edges if isinstance(target, str)}
 
-    def words(self) -> set[str]:
-        """All concepts and constants, as written."""
-        return {node.concept for node in self.walk()} | self.constants()
-
     def referred(self) -> list[int]:
         """Numbers of the nodes that are mentioned again, ascending."""
         targets = (target for node in self.walk() for _, target in node.edges)

@@ -9,9 +9,8 @@ twice, and matches as often as the other graph has it.
 
 from __future__ import annotations
 
-import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import coo_matrix
 
+from stages.data.texts import composed
 from stages.evaluation.statistics import Floats
 from stages.tasks.amr.samples.graphs import Node, Reference
 
@@ -62,7 +62,7 @@ def as_written(word: str) -> str:
 
 def normalized(word: str) -> str:
     """The word without case and quotes, in Unicode's NFC, with spaces for `_`."""
-    return " ".join(unicodedata.normalize("NFC", word.strip('"')).casefold().replace("_", " ").split())
+    return " ".join(composed(word.strip('"')).casefold().replace("_", " ").split())
 
 
 def triples_of(graph: Node, word: Callable[[str], str]) -> Triples:
@@ -99,7 +99,7 @@ def best_match(ours: Triples, theirs: Triples, *, time_limit_s: float = TIME_LIM
     depend on the machine, unless the time limit is reached: then it is not `proven`, and may be too low.
     """
     gains = _gains(ours, theirs)
-    bound = _bound(ours, theirs)
+    bound = (_kinds(ours) & _kinds(theirs)).total()  # of each kind, as many as the graph with fewer has
     climbed = _climbed(gains, bound)
     if climbed == bound or len(gains.weights) > MAX_PAIRS:
         return Match(climbed, proven=climbed == bound)
@@ -132,31 +132,20 @@ def _gains(ours: Triples, theirs: Triples) -> _Gains:
         for other, other_count in constants[role, value]:
             single[node, other] += min(count, other_count)
 
-    double: Counter[tuple[int, int, int, int]] = Counter()
-    for (source, target, count), (other_source, other_target, other_count) in _same_role(ours, theirs):
-        gain = min(count, other_count)
-        if source == target and other_source == other_target:
-            single[source, other_source] += gain
-        elif source != target and other_source != other_target:
-            one, two = sorted(((source, other_source), (target, other_target)))
-            double[*one, *two] += gain
-    pairs = np.array(list(double), dtype=np.int64).reshape(-1, 4).T
-    return _Gains(single, pairs, np.array(list(double.values()), dtype=np.float64))
-
-
-def _same_role(ours: Triples, theirs: Triples) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-    """Every two relations of the same role, each as (source, target, count)."""
     by_role = defaultdict(list)
     for (source, role, target), count in theirs.relations.items():
         by_role[role].append((source, target, count))
+    double: Counter[tuple[int, int, int, int]] = Counter()
     for (source, role, target), count in ours.relations.items():
-        for other in by_role[role]:
-            yield (source, target, count), other
-
-
-def _bound(ours: Triples, theirs: Triples) -> int:
-    """An upper bound of the gain of any mapping: of each kind of triple, as many as the graph with fewer has."""
-    return (_kinds(ours) & _kinds(theirs)).total()
+        for other_source, other_target, other_count in by_role[role]:
+            gain = min(count, other_count)
+            if source == target and other_source == other_target:
+                single[source, other_source] += gain
+            elif source != target and other_source != other_target:
+                one, two = sorted(((source, other_source), (target, other_target)))
+                double[*one, *two] += gain
+    pairs = np.array(list(double), dtype=np.int64).reshape(-1, 4).T
+    return _Gains(single, pairs, np.array(list(double.values()), dtype=np.float64))
 
 
 def _kinds(triples: Triples) -> Counter[tuple[str, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from PIL import Image
 
 from stages.core.errors import UserError
 from stages.data.groups import groups_of
-from stages.data.texts import TextMetric
+from stages.data.texts import TextMetric, composed
 from stages.evaluation.score import rouge, token_f1
 from stages.evaluation.statistics import figures, perplexity
 from stages.tasks.chat.samples import Record, field_accuracy, json_fields, without_thinking
@@ -33,7 +32,7 @@ COLUMNS: dict[TextMetric, tuple[str, ...]] = {
 a figure of metrics.json, except for perplexity."""
 
 _MEASURES: dict[TextMetric, Callable[[str, str], tuple[float, ...]]] = {
-    "exact": lambda text, truth: (float(_normalized(text) == _normalized(truth)),),
+    "exact": lambda text, truth: (float(composed(text).strip() == composed(truth).strip()),),
     "token_f1": lambda text, truth: (token_f1(text, truth),),
     "rouge_l": lambda text, truth: (rouge(text, truth, ("rougeL",), of_any_language=True)["rougeL"],),
     "chrf": lambda text, truth: (sacrebleu.sentence_chrf(text, [truth]).score / 100,),
@@ -107,10 +106,6 @@ def score(
     return metrics | {
         "empty_rate": sum(not without_thinking(text).strip() for text in completions) / len(completions)
     }, rows
-
-
-def _normalized(text: str) -> str:
-    return unicodedata.normalize("NFC", text).strip()
 
 
 def ordered_by(record: Record) -> str:

@@ -24,8 +24,8 @@ Box = tuple[float, float, float, float]
 """x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""
 GridBox = tuple[int, int, int, int]
 """x0, y0, x1, y1 in steps of the family's grid."""
-Found = tuple[GridBox, str | None] | str
-"""A box in a completion with its label, or the problem of a malformed box."""
+Found = tuple[GridBox, str | None] | None
+"""A box in a completion with its label; None for a malformed box."""
 AnswerForm = Literal["native", "json"]
 
 TARGET = "nutrition-table"
@@ -37,22 +37,14 @@ def reading_order(box: Box) -> Box:
     return box[1], box[0], box[3], box[2]
 
 
-def require_box(box: Sequence[float]) -> Box:
-    """The box unchanged. Raises ValueError unless it is one."""
-    x0, y0, x1, y1 = box
-    if not (0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1):
-        raise ValueError(f"box {(x0, y0, x1, y1)} is not x0 < x1, y0 < y1 in 0..1")
-    return x0, y0, x1, y1
-
-
 @dataclass(frozen=True)
 class Decoded:
     """The boxes that a completion names."""
 
     boxes: tuple[Box, ...]
     """The well-formed boxes, in the order of the completion."""
-    problems: tuple[str, ...]
-    """One for each malformed box. They do not invalidate the well-formed boxes beside them."""
+    malformed: int
+    """Malformed boxes. They do not invalidate the well-formed boxes beside them."""
     labels: tuple[str | None, ...] = ()
     """The label of each of the boxes; None if the completion gives it none."""
     none: bool = False
@@ -107,14 +99,15 @@ def encode_boxes(
 
     label: of all of them, or one for each.
     size:  (width, height) in pixels of the resized image, for the families that count them.
-    Raises ValueError for what is no box.
     """
     form = codec(family)
     width, height = form.grid(size)
     labels = [label] * len(boxes) if isinstance(label, str) else label
     grid_boxes = []
     for box, name in sorted(zip(boxes, labels, strict=True), key=lambda target: reading_order(target[0])):
-        x0, y0, x1, y1 = require_box(box)
+        x0, y0, x1, y1 = box
+        assert 0 <= x0 < x1 <= 1, box
+        assert 0 <= y0 < y1 <= 1, box
         (left, right), (top, bottom) = _to_grid(x0, x1, width), _to_grid(y0, y1, height)
         grid_boxes.append(((left, top, right, bottom), name))
     return form.render(grid_boxes) if grid_boxes else form.none
@@ -127,19 +120,19 @@ def decode_boxes(text: str, *, family: str = "qwen2_vl", size: tuple[int, int] |
     """
     form = codec(family)
     width, height = form.grid(size)
-    boxes: list[tuple[Box, str | None]] = []
-    problems: list[str] = []
+    boxes: list[Box] = []
+    labels: list[str | None] = []
+    malformed = 0
     for found in form.find(text):
-        if isinstance(found, str):
-            problems.append(found)
-        elif problem := _grid_problem(found[0], width, height):
-            problems.append(problem)
+        (x0, y0, x1, y1), label = found or ((0, 0, 0, 0), None)
+        if 0 <= x0 < x1 <= width and 0 <= y0 < y1 <= height:
+            boxes.append((x0 / width, y0 / height, x1 / width, y1 / height))
+            labels.append(label and composed(label))
         else:
-            (x0, y0, x1, y1), label = found
-            boxes.append(((x0 / width, y0 / height, x1 / width, y1 / height), label and composed(label)))
+            malformed += 1
     stripped = text.strip()
     none = stripped.startswith(form.none) and bool(_MARKUP.fullmatch(stripped, len(form.none)))
-    return Decoded(tuple(box for box, _ in boxes), tuple(problems), tuple(label for _, label in boxes), none)
+    return Decoded(tuple(boxes), malformed, tuple(labels), none)
 
 
 _MARKUP = re.compile(r"(?:<\|[a-z_]{1,40}\|>|\s)*+")
@@ -156,24 +149,11 @@ def _to_grid(low: float, high: float, steps: int) -> tuple[int, int]:
     return first, last
 
 
-def _grid_problem(box: GridBox, width: int, height: int) -> str | None:
-    x0, y0, x1, y1 = box
-    if not (0 <= x0 <= width and 0 <= x1 <= width and 0 <= y0 <= height and 0 <= y1 <= height):
-        return f"{_shortened(str(box))} lies outside 0..{width}, 0..{height}"
-    if x0 > x1 or y0 > y1:
-        return f"{box} is reversed"
-    return f"{box} has zero area" if x0 == x1 or y0 == y1 else None
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:37] + "...")
-
-
 # Five digits are more than any grid has; without a limit, int() refuses a model's endless number.
 _POINTS = re.compile(r"\(([0-9]{1,5}),([0-9]{1,5})\),\(([0-9]{1,5}),([0-9]{1,5})\)")
 _MEANT_AS_BOX = re.compile(
     r"<\|box_start\|>(?P<inside>.*?)(?P<end><\|box_end\|>|(?=<\|box_start\|>)|\Z)"
-    r"|(?P<bare>\([0-9]+,[0-9]+\),\([0-9]+,[0-9]+\)(?:<\|box_end\|>)?|<\|box_end\|>)",
+    r"|\([0-9]+,[0-9]+\),\([0-9]+,[0-9]+\)(?:<\|box_end\|>)?|<\|box_end\|>",
     re.DOTALL,
 )
 
@@ -189,15 +169,11 @@ def _find_grounding(text: str) -> Iterator[Found]:
     end = 0
     for match in _MEANT_AS_BOX.finditer(text):
         before, end = text[end : match.start()], match.end()
-        if match["inside"] is None:
-            yield f"{_shortened(match['bare'])} has no <|box_start|> before it"
-        elif not match["end"]:
-            yield f"{_shortened(match['inside'])} has no <|box_end|> after it"
-        elif points := _POINTS.fullmatch(match["inside"]):
+        if match["end"] and (points := _POINTS.fullmatch(match["inside"])):
             x0, y0, x1, y1 = (int(number) for number in points.groups())
             yield (x0, y0, x1, y1), _label_at_end(before)
         else:
-            yield f"{_shortened(match['inside'])} is not (x0,y0),(x1,y1)"
+            yield None
 
 
 def _label_at_end(text: str) -> str | None:
@@ -229,4 +205,4 @@ def _find_json(text: str) -> Iterator[Found]:
             x0, y0, x1, y1 = numbers
             yield (x0, y0, x1, y1), label if isinstance(label, str) else None
         else:
-            yield f"{_shortened(match[0])} has no bbox_2d of four whole numbers"
+            yield None

@@ -145,7 +145,7 @@ def score(
         **_sample_figures(np.array([row["iou"] for row in rows]), groups_of(records)),
         "detection_rate": num_valid / len(rows),
         "parse_failure_rate": (len(rows) - num_valid) / len(rows),
-        "malformed_boxes": sum(len(parsed.problems) for parsed in decoded),
+        "malformed_boxes": sum(parsed.malformed for parsed in decoded),
         **_multi_box_figures(matched, num_predicted=sum(len(parsed.boxes) for parsed in decoded)),
         **_mean_average_precision(records, decoded),
         "map_score_policy": SCORE_POLICY,
