@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("stages")
 
+SCORED_SAMPLES = 32
+"""Validation samples of a model trained in 4 bits that are scored before and after its merge, to measure its cost."""
+
 
 @click.command(help=__doc__)
 @click.argument("recipe")
@@ -103,7 +106,7 @@ def some_completions(
 ) -> tuple[Callable[[PreTrainedModel], tuple[list[str], dict[str, Any]]], int]:
     """The function that gives a model's completions of some validation samples, and their metrics; its batch size."""
     records = load_task(plan.recipe.task, "samples").read_split(Path(plan.data_dir), "val")
-    records = records[: settings.quantization_samples]
+    records = records[:SCORED_SAMPLES]
     task = Task(name=plan.recipe.task, answer_format=plan.recipe.answer_format, records=records)
     batch_size = batch_size_for(settings, len(records), largest=MAX_BATCH_SIZE, attempt=attempt)
 

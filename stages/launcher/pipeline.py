@@ -255,7 +255,7 @@ class Request:
         """Folders that the stage writes to besides its outputs, and that outlive it.
 
         A training keeps checkpoints and features, tracked stages their runs (stages/training/records.py), and
-        publish a key. None for other stages, and for a name that a training will refuse.
+        publish a key.
         """
         own_dir = self.repository_dir / ".bakeoff"
         tracked = (own_dir / "tracking",) if self.params.tracking.to and self.stage in TRACKED else ()
@@ -263,8 +263,6 @@ class Request:
             return (own_dir / "signing",)
         if self.stage != "train":
             return tracked
-        if self.name not in self.params.recipes:
-            return ()
         return (checkpoints_dir(self.repository_dir, self.name), own_dir / "features", *tracked)
 
     def cache_dirs(self, image: Image | None) -> dict[str, Path]:

@@ -187,7 +187,6 @@ def test_only_trainings_tracked_stages_and_publish_write_besides_their_outputs()
     for stage, name, params, folders in (
         ("train", "r1-llm-only", PARAMS, training),
         ("train", "r1-llm-only", tracked, (*training, repository / "tracking")),
-        *(("train", name, tracked, ()) for name in ("", "--help", "../../x")),
         ("merge", "r1-llm-only", tracked, ()),
         ("compare", "detection", PARAMS, ()),
         ("compare", "detection", tracked, (repository / "tracking",)),

@@ -59,7 +59,9 @@ def main(engine: str | None, target: str) -> None:
 def build_image(client: Client, target: str) -> str:
     """Build the image of this tree with docker or podman, unless it is there. Returns its name."""
     if problem := client.problem():
-        raise UserError(f"{client.program} does not respond: {problem}. Start it, or name another: ENGINE=podman")
+        raise UserError(
+            f"{client.program} does not respond: {problem.rstrip(' ?.')}. Start it, or name another: ENGINE=podman"
+        )
     reference, base = images.image_reference(WORKSPACE_DIR, target), images.read_base(WORKSPACE_DIR)
     if client.image_id(reference):
         say(f"{reference} is built already")

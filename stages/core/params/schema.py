@@ -223,8 +223,6 @@ class EvaluationParams:
     """Largest number of tokens of a sample with its answer, if the task allows to cut its texts. Null: no cut."""
     engine: Literal["transformers", "vllm"] = "transformers"
     """Generates the completions; vLLM only if its first completions equal our code's (docs/serving.md)."""
-    quantization_samples: Size = 32
-    """Validation samples scored before and after the merge of a model trained in 4 bits, to measure its cost."""
 
     @property
     def room(self) -> int | None:
