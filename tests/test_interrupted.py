@@ -1,4 +1,7 @@
-"""Stages that are killed, signalled, or run out of memory, through launcher and stage; the same command resumes."""
+"""Stages that are killed, signalled, or run out of memory, through launcher and stage; the same command resumes.
+
+And a training that is run again after an edit: beside the undisturbed one that the killed one is compared with.
+"""
 
 import json
 import shutil
@@ -25,8 +28,9 @@ from stages.launcher.pipeline import Request
 from stages.launcher.process import Ended
 from stages.training.trainer import RecipeTrainer
 from tests import ROOT
-from tests.launcher.small_checkout import CALLER, Command, request_of, wait_until
-from tests.stage_runs import done, small_params, write_params
+from tests.launcher.small_checkout import CALLER, Command, request_of, run, wait_until
+from tests.stage_runs import ANSWER_TOKENS, done, small_params, write_params
+from tools.verify.__main__ import main as verify
 
 pytestmark = pytest.mark.pipeline
 
@@ -58,14 +62,14 @@ def prepared(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     train.write_text(train.read_text().replace("\n\n@click.command", f"{HELD}\n\n@click.command", 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
-        raw = small_params(tiny_vlm)
+        raw = small_params(tiny_vlm, max_new_tokens=ANSWER_TOKENS)
         raw["recipes"][RECIPE].update(epochs=3, max_steps=9)
         raw["profiles"]["tiny"]["memory"]["micro_batch"] = 4
         raw["checkpoints"]["every_steps"] = 1
         write_params(raw)
         done("base", "vlm")
         done("prepare", "nutrition-tables")
-        done("plan", RECIPE)
+        run(workspace, "docker/run", "plan", RECIPE)  # as it is planned again
     return workspace
 
 
@@ -125,13 +129,21 @@ def stage_of(launcher: Command) -> psutil.Process:
     return found[0]
 
 
-def test_killed_and_signalled_it_ends_with_the_bytes_of_one_that_ran_through(prepared: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """A training that nobody interrupts. It is still at work."""
+    workspace = shutil.copytree(prepared, tmp_path_factory.mktemp("undisturbed") / "a clone")
+    return launched(workspace, workspace)
+
+
+def test_killed_and_signalled_it_ends_with_the_bytes_of_one_that_ran_through(
+    prepared: Path, undisturbed: Command, tmp_path: Path
+) -> None:
     """Each time in another folder, like DVC's experiments; its checkpoints are found below the repository."""
     repository = tmp_path / "repository"
-    first, second, third, calm = (shutil.copytree(prepared, tmp_path / f"{number} clone") for number in range(4))
+    first, second, third = (shutil.copytree(prepared, tmp_path / f"{number} clone") for number in range(3))
     (first / "hold-3").touch()
     (second / "hold-5").touch()
-    undisturbed = launched(calm, calm)
     killed = launched(first, repository)
     wait_until(lambda: saved(repository) == [1, 2], lambda: killed.output)
     stage_of(killed).kill()
@@ -150,7 +162,27 @@ def test_killed_and_signalled_it_ends_with_the_bytes_of_one_that_ran_through(pre
 
     assert "resuming from step 5/9" in finish(launched(third, repository))
     assert "resuming" not in finish(undisturbed)
-    assert results(third) == results(calm)
+    assert results(third) == results(undisturbed.workspace)
+
+
+def test_the_first_step_that_the_real_trainer_computes_otherwise_is_named(
+    undisturbed: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps run again with a learning rate that is a ten-thousandth larger. The first two have the same bits: the
+    first one's rate is 0, as it warms up, and the second one's loss is computed before its update."""
+    finish(undisturbed)
+    workspace = shutil.copytree(undisturbed.workspace, tmp_path / "edited")
+    shutil.copy(ROOT / "dvc.yaml", workspace)
+    for name, value in CALLER.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(workspace)
+    trainer = workspace / "stages/training/trainer.py"
+    before, edited = '"lr": rate,', '"lr": 1.0001 * rate,'
+    assert before in trainer.read_text()
+    trainer.write_text(trainer.read_text().replace(before, edited))
+    result = CliRunner().invoke(verify, ["--rerun", f"train@{RECIPE}", "--steps", "3"])
+    assert result.exit_code == 1, result.output
+    assert f"train@{RECIPE} computes something ELSE: at step 3 the loss is" in result.output
 
 
 # Memory that runs out somewhere in a stage. The stages and the launcher's ladder are the real ones, in this process; an

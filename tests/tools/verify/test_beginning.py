@@ -1,4 +1,7 @@
-"""The first steps of a training and some samples of an evaluation, run again after an edit of the code."""
+"""The first steps of a training and some samples of an evaluation, run again after an edit of the code.
+
+Of the real trainer: tests/test_interrupted.py.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -7,9 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests import ROOT
 from tests.launcher.small_checkout import CALLER, run, small_checkout
-from tests.stage_runs import ANSWER_TOKENS, done, small_params, write_params
 from tools.verify.__main__ import main
 
 TRAIN, EVALUATE = "train@r1-llm-only", "evaluate@r1-llm-only"
@@ -188,28 +189,3 @@ def test_options_that_do_not_go_together_are_refused(workspace: Path, options: t
     result = verify(*options)
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
-
-
-@pytest.mark.pipeline
-def test_the_first_step_that_the_real_trainer_computes_otherwise_is_named(
-    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Six steps, of which three run again with a learning rate that is a ten-thousandth larger. The first two have the
-    same bits: the first one's rate is 0, as it warms up, and the second one's loss is computed before its update."""
-    for folder in ("stages", "docker"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.lock"))
-    shutil.copy(ROOT / "dvc.yaml", tmp_path)
-    for name, value in CALLER.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-    raw = small_params(tiny_vlm, max_new_tokens=ANSWER_TOKENS)
-    raw["recipes"]["r1-llm-only"].update(epochs=2, validation=None)
-    write_params(raw)
-    done("base", "vlm")
-    done("prepare", "nutrition-tables")
-    for stage in ("plan", "train"):  # in the launcher's environment, on which bits depend
-        run(tmp_path, "docker/run", stage, "r1-llm-only")
-    edit(tmp_path / "stages/training/trainer.py", '"lr": rate,', '"lr": 1.0001 * rate,')
-    result = verify("--rerun", TRAIN, "--steps", "3")
-    assert result.exit_code == 1, result.output
-    assert f"{TRAIN} computes something ELSE: at step 3 the loss is" in result.output
