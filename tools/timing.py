@@ -25,7 +25,7 @@ from stages.internals.accelerate_internals import reset_accelerator
 from stages.memory.fakes import fake_batch, fake_processor, quantize_nf4
 from stages.memory.fit import computed_length, relative_length, time_text
 from stages.memory.predict import BatchOf, MemoryPredictor, sample_depths, with_depth
-from stages.memory.step import from_features, mark_phases, one_batch_trainer, record_step, recorded_accumulation
+from stages.memory.step import from_features, mark_phases, one_batch_trainer, record_step
 from stages.models.adapters import apply_recipe, count_trainable
 from stages.models.kernels import fused_kernels
 from stages.models.load import new_model, resolve_attention
@@ -128,7 +128,7 @@ def measured_time(plan: Plan, predictor: MemoryPredictor, lengths: Sequence[int]
     few, one = with_depth(config, sample_depths(config)[0]), plan.with_micro_batch(1)
     batch_of = partial(fake_batch, few, max_length=SHORT, max_pixels=plan.images.max_pixels if plan.images else None)
     recording = record_step(one, few, processor, training_batch(one, few, batch_of))
-    if (few_flops := recording.flops / recorded_accumulation(one)) > WHOLE_FLOPS:
+    if (few_flops := recording.flops / one.rehearsed_micro_batches) > WHOLE_FLOPS:
         return None
     speed, counts = measured_speed(one, few, batch_of)
     trained, weights = (plan.trainable[name] / max(1, counts[name]) for name in ("total", "all"))

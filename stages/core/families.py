@@ -35,8 +35,6 @@ class Vision:
     """Regular expression that matches the beginning of its modules' full names."""
     projector: str = r"model\.visual\.merger\."
     """Regular expression of the projector, which wins over `tower`."""
-    linears: tuple[str, ...]
-    """Ends of the names of the tower's linear layers: `all-linear` of lora.targets.vision."""
     tokens: tuple[str, ...] = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
     """Special tokens that stand for images; they never count in a loss."""
     video_processor: str = "Qwen2VLVideoProcessor"
@@ -51,9 +49,6 @@ class Family:
     name: str
     """Name in its makers' spelling."""
     vision: Vision | None = None
-    linears: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Ends of the names of the language model's linear layers: `all-linear` of lora.targets.llm; none for those that
-    the model's own modules name."""
     overflows_in_fp16: Literal["never seen", "sometimes", "always"] = "never seen"
     """Whether its activations leave the range of fp16: sometimes is a warning, always is refused."""
     same_without_padding: bool = False
@@ -77,7 +72,6 @@ FAMILIES = {
     ),
     "phi3": Family(
         name="Phi-3, Phi-3.5",
-        linears=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
         same_without_padding=True,
         fused_like="phi3",
     ),
@@ -90,7 +84,6 @@ FAMILIES = {
     "qwen2_5_vl": Family(
         name="Qwen2.5-VL",
         vision=Vision(
-            linears=("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
             boxes=Boxes(form="json", steps=None),  # its model card's grounding examples
         ),
         same_without_padding=True,
@@ -98,14 +91,12 @@ FAMILIES = {
     ),
     "qwen2_moe": Family(
         name="Qwen1.5-MoE, Qwen2-MoE",  # and the mixtures that are built here
-        linears=("q_proj", "k_proj", "v_proj", "o_proj"),  # experts are no linear layers, and a shared one may be idle
         same_without_padding=True,
         fused_like="qwen2",
     ),
     "qwen2_vl": Family(
         name="Qwen2-VL",
         vision=Vision(
-            linears=("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"),
             boxes=Boxes(form="grounding", steps=1000),
             same_from_features=True,
         ),
@@ -122,7 +113,6 @@ FAMILIES = {
         name="Qwen3-VL",
         vision=Vision(
             projector=r"model\.visual\.(merger|deepstack_merger_list)\.",
-            linears=("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"),
             video_processor="Qwen3VLVideoProcessor",
             boxes=Boxes(form="json", steps=1000),  # its model card's grounding examples
         ),
@@ -136,7 +126,7 @@ FAMILIES = {
 def family_of(model_type: str) -> Family:
     """The entry of a model_type; for any other, an entry that promises nothing: a text model, trained by its own
     modules, padded, by torch's kernels."""
-    return FAMILIES.get(model_type) or Family(name=model_type, linears=())
+    return FAMILIES.get(model_type) or Family(name=model_type)
 
 
 def unlisted_words(model_type: str) -> str | None:

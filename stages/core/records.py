@@ -50,17 +50,10 @@ def rebuild(stage: str) -> str:
 class StageFile:
     """Base of a dataclass that one stage writes to a file and others read: JSON, or YAML by the file's suffix."""
 
-    def faults(self) -> dict[str, str]:
-        """Problems by dotted path that the types do not show."""
-        return {}
-
     @classmethod
     def read(cls, path: Path, *, fix: str) -> Self:
         """Raises UserError, with the command `fix` that makes the file again, if it is missing or damaged."""
-        record = read_record(cls, path, fix=fix)
-        if faults := record.faults():
-            raise damaged(path, faults, fix=fix)
-        return record
+        return read_record(cls, path, fix=fix)
 
     def write(self, path: Path) -> None:
         """Write the file whole, in place of an older one."""

@@ -58,11 +58,6 @@ def read_origin(prepared_dir: Path) -> Origin:
     return read_record(Origin, prepared_dir / STATS_FILE, fix=rebuild(f"prepare@{prepared_dir.name}"))
 
 
-def shows_images(prepared_dir: Path) -> bool:
-    """Whether conversations of a dataset show images: if any split has some, all have the column."""
-    return IMAGE_COLUMN in read_schema(prepared_dir / "train.parquet", fix=_rebuild(prepared_dir)).names
-
-
 def read_prepared(
     prepared_dir: Path,
     split: str,

@@ -17,7 +17,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, varlen
+from torch.nn.attention import varlen
 from torch.optim import optimizer
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -136,13 +136,6 @@ def storage_key(tensor: torch.Tensor | torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def chosen_attention(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool) -> str:
-    """Name of the kernel (SDPBackend) that torch chooses for these tensors; value: as key. All are (B, H, T, D)."""
-    grouped = query.shape[1] != key.shape[1]
-    number = int(torch._fused_sdp_choice(query, key, key, mask, 0.0, causal, enable_gqa=grouped))
-    return next((name for name, value in SDPBackend.__members__.items() if value.value == number), str(number))
-
-
 @contextmanager
 def foreach_takes(kind: type[torch.Tensor]) -> Iterator[None]:
     """Optimizers and clipping process tensors of this class many at once, as they process plain ones."""
@@ -168,15 +161,12 @@ def overridden_on_cpu(operations: Iterable[tuple[str, str, Callable[..., Any]]])
     At the dispatcher: a function mode is left while checkpointed layers are recomputed in backward, and the two passes
     would then differ.
     """
-    library = torch.library.Library("aten", "IMPL")
-    try:
+    with torch.library._scoped_library("aten", "IMPL") as library:  # restores the CPU's own
         for name, key, function in operations:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it warns that a kernel is overridden
                 library.impl(name, function, key, allow_override=True)
         yield
-    finally:
-        library._destroy()  # restores the CPU's own
 
 
 def without_autocast() -> Any:

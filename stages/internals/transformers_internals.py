@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, ProcessorMixin, Trainer
@@ -35,13 +36,9 @@ def balanced_device_map(
         quantizer = Bnb4BitHfQuantizer(nf4, pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)
     limits = dict.fromkeys(range(num_gpus), _UNLIMITED)
-    logger = logging.getLogger("accelerate.utils.modeling")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns about each GPU in the map that this machine does not have
-    try:
+    # accelerate warns about each GPU in the map that this machine does not have.
+    with patch.object(logging.getLogger("accelerate.utils.modeling"), "disabled", new=True):
         gpus: dict[str, int] = _get_device_map(model, "balanced", limits, quantizer)
-    finally:
-        logger.setLevel(level)
     assert set(gpus.values()) <= limits.keys(), gpus
     return gpus
 
@@ -77,14 +74,10 @@ def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
     """All parts of a loaded model attend by this implementation in the block, and then each by its own again."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
-    before = [(config, config._attn_implementation_internal) for config in configs.values()]
-    for config, _ in before:
-        config._attn_implementation_internal = name
-    try:
+    with ExitStack() as stack:
+        for config in configs.values():
+            stack.enter_context(patch.object(config, "_attn_implementation_internal", name))
         yield
-    finally:
-        for config, own in before:
-            config._attn_implementation_internal = own
 
 
 def supports_sdpa(kind: type[PreTrainedModel]) -> bool:

@@ -29,9 +29,7 @@ def scoring_answers_only() -> Iterator[None]:
 def launch_where_tensors_are() -> None:
     """Guard both kernels of the fused loss (trl/kernels/chunked_logprob.py), forward and backward, in this process."""
     for name in ("_forward_kernel", "_backward_kernel"):
-        kernel = getattr(chunked_logprob, name)
-        if not isinstance(kernel, GuardedKernel):
-            setattr(chunked_logprob, name, GuardedKernel(kernel))
+        setattr(chunked_logprob, name, GuardedKernel(getattr(chunked_logprob, name)))
 
 
 class GuardedKernel:
@@ -106,13 +104,12 @@ def loss_allocates_as_on_gpu() -> Iterator[None]:
     There Triton scores a tile of logits in place; elsewhere many steps take a tile each. Triton need not be installed.
     """
     with ExitStack() as stack:
-        for module, name, value in (
-            (chunked_logprob, "_forward_kernel", NoKernel()),
-            (chunked_logprob, "_backward_kernel", NoKernel()),
-            (chunked_logprob, "_addmm_fp32", _add_in_place),
-            (chunked_logprob, "_use_triton", lambda _: True),
-            (chunked_logprob, "triton", _NoTriton),
-            (trl_trainer, "_use_triton", lambda _: True),
+        for name, value in (
+            ("_forward_kernel", NoKernel()),
+            ("_backward_kernel", NoKernel()),
+            ("_addmm_fp32", _add_in_place),
+            ("_use_triton", lambda _: True),
+            ("triton", _NoTriton),
         ):
-            stack.enter_context(patch.object(module, name, value, create=True))
+            stack.enter_context(patch.object(chunked_logprob, name, value, create=True))
         yield

@@ -100,17 +100,11 @@ def masked_scatter_bytes(args: Any, _multiprocessors: int) -> int:
     return args[0].numel() * 9
 
 
-def embedding_backward_bytes(args: Any, _multiprocessors: int) -> int:
-    """torch's Embedding.cu: lists of the tokens, in 8 bytes; counted as four."""
-    return args[1].numel() * 8 * 4
-
-
 _KERNELS: dict[Any, Callable[[Any, int], int]] = {
     FLASH_BACKWARD: flash_backward_bytes,
     VARIABLE_LENGTHS_BACKWARD: variable_lengths_backward_bytes,
     EFFICIENT_BACKWARD: efficient_backward_bytes,
     aten.masked_scatter.default: masked_scatter_bytes,
-    aten.embedding_dense_backward.default: embedding_backward_bytes,
 }
 
 

@@ -15,7 +15,7 @@ from stages.memory.calibration import load_calibration
 from stages.planning.cards import CARDS, cards_for
 from stages.planning.ladder import MAX_BATCH_SIZE, changes_between, rungs
 from stages.planning.memory_use import free_and_total_bytes
-from stages.planning.plan import Plan
+from stages.planning.plan import Plan, sorted_steps
 from stages.planning.prediction import PlannedMemory, Prediction, Verdict, gib_text
 
 Predict: TypeAlias = Callable[[Plan], Prediction]
@@ -246,15 +246,13 @@ def duration(fit: Fit, lengths: Sequence[int], prices: PriceParams) -> Duration 
 
 
 def computed_length(plan: Plan, lengths: Sequence[int]) -> float:
-    """Mean tokens of a sample as it is computed, with its padding: steps are drawn at random, and the samples of each
-    are sorted by length."""
+    """Mean tokens of a sample as it is computed, with the padding of one drawn order."""
     if plan.padding_free:
         return fmean(lengths)
-    drawn, size, at_once = random.Random(0).sample(lengths, len(lengths)), plan.memory.micro_batch, 0
-    for first in range(0, len(drawn), plan.recipe.effective_batch):
-        step = sorted(drawn[first : first + plan.recipe.effective_batch], reverse=True)
-        at_once += sum(step[start] * len(step[start : start + size]) for start in range(0, len(step), size))
-    return at_once / len(drawn)
+    drawn, size, computed = random.Random(0).sample(range(len(lengths)), len(lengths)), plan.memory.micro_batch, 0
+    for step in sorted_steps(drawn, lengths, plan.recipe.effective_batch):
+        computed += sum(lengths[step[start]] * len(step[start : start + size]) for start in range(0, len(step), size))
+    return computed / len(lengths)
 
 
 def relative_length(plan: Plan, lengths: Sequence[int]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any, TypeAlias, TypeVar
@@ -23,7 +23,7 @@ from stages.data.conversation import Conversation
 from stages.memory.calibration import load_calibration
 from stages.memory.fakes import fake_batch
 from stages.memory.recorder import Peak, Recording
-from stages.memory.step import Inference, from_features, record_generation, record_step, recorded_accumulation
+from stages.memory.step import from_features, record_generation, record_step
 from stages.models.adapters import apply_recipe, count_trainable
 from stages.models.forward import require_own_loss
 from stages.models.load import meta_model
@@ -32,7 +32,7 @@ from stages.planning.cards import named_card, usable_bytes
 from stages.planning.ladder import prefill_batch_size
 from stages.planning.memory_use import free_and_total_bytes
 from stages.planning.plan import Plan
-from stages.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
+from stages.planning.prediction import BUDGET, PHASES, Phase, Prediction
 from stages.planning.resolve import with_speedups
 from stages.training.batches import FEATURES, packed
 
@@ -79,9 +79,9 @@ class MemoryPredictor:
         if longest > batch["input_ids"].numel():
             batch = fake_batch(self.config, micro_batch=1, max_length=longest, max_pixels=None)
         prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        inference = Inference(device=plan.device.one(), precision=plan.memory.precision, attn=plan.memory.attn)
+        alone = replace(plan.with_memory(placement="single"), device=plan.device.one())
         limits: Any = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "likelihoods": self.likelihoods}
-        return predict_generation(inference, self.config, prompts, **limits)
+        return predict_generation(alone, self.config, prompts, **limits)
 
     def completed(self, plan: Plan, memory: MemoryParams) -> tuple[Plan, tuple[str, ...]]:
         """The plan with what follows from the base's geometry: trainable parameters, disk for features, and what makes
@@ -129,7 +129,7 @@ def predict(
     for few in sample_depths(config):
         recording = record_step(plan, with_depth(config, few), processor, batch)
         allocator = _replayed(recording, expandable=plan.memory.expandable_segments)
-        work = (amount / recorded_accumulation(plan) for amount in (recording.flops, recording.operators))
+        work = (amount / plan.rehearsed_micro_batches for amount in (recording.flops, recording.operators))
         recorded[few] = Peaks(recording.peaks(), *allocator, *work)
     peaks = _scaled_up(recorded, depth_of(config))
     on_one = {phase: _on_one_device(plan, phase, peak) for phase, peak in peaks.phases.items()}
@@ -137,16 +137,13 @@ def predict(
 
 
 def predict_generation(
-    inference: Inference,
-    config: PreTrainedConfig,
-    batch: Mapping[str, torch.Tensor],
-    **limits: Any,
+    plan: Plan, config: PreTrainedConfig, batch: Mapping[str, torch.Tensor], **limits: Any
 ) -> Prediction:
-    """Memory of generation. batch: the longest prompts, as many as are read at once. limits: of `record_generation`."""
-    recording = record_generation(inference, config, batch, **limits)
+    """Memory of generation. The arguments are those of `record_generation`."""
+    recording = record_generation(plan, config, batch, **limits)
     phases = recording.peaks()
     phases["load"] = _loaded(phases["load"])
-    return _prediction(Peaks(phases, *_replayed(recording, expandable=False)), inference)
+    return _prediction(Peaks(phases, *_replayed(recording, expandable=False)), plan)
 
 
 def capacity_bytes(device: DeviceParams) -> int | None:
@@ -164,16 +161,6 @@ def capacity_bytes(device: DeviceParams) -> int | None:
     else:
         return None
     return capacity // device.count if device.kind == "cpu" else capacity
-
-
-def repeated(batch: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
-    """The inputs of `count` samples like a batch's only one; pixels keep their number, not their contents."""
-    return {
-        name: tensor.new_empty(count * len(tensor), *tensor.shape[1:])
-        if tensor.is_floating_point()
-        else torch.cat([tensor] * count)
-        for name, tensor in batch.items()
-    }
 
 
 def depth_of(config: PreTrainedConfig) -> Depth:
@@ -278,50 +265,48 @@ def _extra_bytes(plan: Plan, peaks: Mapping[Phase, Peak]) -> int:
 
 def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     """Peaks of `depth` layers, from a shallow model's and those of one layer of a kind more."""
-    (base_depth, base), *deeper = recorded.items()
+    few, *deeper = recorded
+    layers = [
+        sum(all_ - one for all_, one, more in zip(depth, few, each, strict=True) if more > one) for each in deeper
+    ]
+    weights = (1 - sum(layers), *layers)  # by record: each layer beyond the shallow model's adds the same
 
-    def scaled(amount: Callable[[Peaks], Number]) -> Number:
-        start = amount(base)
-        grown = start
-        for more_depth, more in deeper:
-            layers = sum(
-                (all_ - few) * (many - few) for all_, few, many in zip(depth, base_depth, more_depth, strict=True)
-            )
-            grown += (amount(more) - start) * layers
-        return max(start - start, grown)
+    def scaled(amounts: Iterable[Number]) -> Number:
+        return sum((weight * amount for weight, amount in zip(weights, amounts, strict=True)))
 
-    def of(phase: Phase, entry: Budget) -> int:
-        return scaled(lambda peaks: peaks.phases[phase][entry])
-
-    phases = {phase: Peak({entry: of(phase, entry) for entry in BUDGET}) for phase in PHASES}
+    phases = {
+        phase: Peak(
+            {entry: max(0, scaled(peaks.phases[phase][entry] for peaks in recorded.values())) for entry in BUDGET}
+        )
+        for phase in PHASES
+    }
     # The allocator's gaps do not grow with the layers: seven trainings of 2B to 7B on an H100 had .17 to .71 GiB, and
     # the records of two and three layers .25 to 1.01 GiB (docs/memory.md).
     return Peaks(
         phases,
         mean(peaks.allocated_share for peaks in recorded.values()),
         mean(peaks.gap_bytes for peaks in recorded.values()),
-        scaled(lambda peaks: peaks.flops),
-        scaled(lambda peaks: peaks.operators),
+        scaled(peaks.flops for peaks in recorded.values()),
+        scaled(peaks.operators for peaks in recorded.values()),
     )
 
 
-def _prediction(peaks: Peaks, run: Plan | Inference, extra_bytes: int = 0) -> Prediction:
+def _prediction(peaks: Peaks, plan: Plan, extra_bytes: int = 0) -> Prediction:
     """The peaks of tensors, and all else that the process holds on the device."""
-    on_cuda, calibration = run.device.kind == "cuda", load_calibration()
-    several = isinstance(run, Plan) and run.is_data_parallel
+    calibration = load_calibration()
     sizes = {phase: peak.total() for phase, peak in peaks.phases.items()}
     fullest = max(sizes, key=lambda phase: sizes[phase])
     peak, size = peaks.phases[fullest], sizes[fullest]
     allocated = round(size * peaks.allocated_share)
     total = reserved = allocated + round(peaks.gap_bytes)
     (low, high), label = CPU_ERRORS, "this CPU"
-    if on_cuda:
+    if plan.on_gpu:
         allocated += calibration.cublas_workspaces_mib.num_bytes
         reserved += calibration.cublas_workspaces_mib.num_bytes
         total = reserved + calibration.context_mib.num_bytes
-        total += calibration.nccl_buffers_mib.num_bytes if several else 0
+        total += calibration.nccl_buffers_mib.num_bytes if plan.is_data_parallel else 0
         low, high = calibration.reserved_error_low.value, calibration.reserved_error_high.value
-        label = calibration.label(several=several)
+        label = calibration.label(several=plan.is_data_parallel)
     return Prediction(
         allocated_bytes=allocated,
         reserved_bytes=reserved,

@@ -23,7 +23,7 @@ from stages.data.near import require_untrained
 from stages.memory.fakes import fake_batch, fake_processor
 from stages.memory.fit import Fit, fitting_batch_size
 from stages.memory.predict import BatchOf, MemoryPredictor, capacity_bytes
-from stages.models.prompts import Processor, check_carried, load_processor, require_answer_room, require_image_model
+from stages.models.prompts import Processor, check_carried, load_processor, require_answer_room
 from stages.planning.plan import Plan
 from stages.planning.resolve import resolve_plan
 from stages.training.batches import ConversationCollator
@@ -110,7 +110,6 @@ def with_data(
     plan = resolved(train_samples=len(records))
     processor = load_processor(base_dir, plan.images, plan.recipe.template_options)
     collator = ConversationCollator.for_plan(replace(plan, base_dir=str(base_dir)), processor, records, samples)
-    require_image_model(processor, data_dir)
     lengths = collator.length_summary()
     if left_out := len(records) - len(collator.records):
         plan, lengths = resolved(train_samples=len(collator.records)), f"{lengths}; {left_out:,} longer ones left out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ def _prepared_model(
 
 def _on_this_cpu(plan: Plan) -> Plan:
     """The plan of one step that this process can take."""
-    accumulation, placement = recorded_accumulation(plan), "sharded" if plan.is_sharded else "single"
+    accumulation, placement = plan.rehearsed_micro_batches, "sharded" if plan.is_sharded else "single"
     return replace(
         plan.with_memory(placement=placement, attn=_attention(plan.memory.attn)),
         device=DeviceParams(kind="cpu"),
@@ -110,11 +110,6 @@ def _on_this_cpu(plan: Plan) -> Plan:
             train_samples=plan.memory.micro_batch * accumulation,
         ),
     )
-
-
-def recorded_accumulation(plan: Plan) -> int:
-    """Micro-batches of the recorded step: the second finds the gradients of the first."""
-    return min(2, plan.schedule.grad_accumulation)
 
 
 def _attention(attn: str) -> Any:
@@ -182,17 +177,8 @@ def mark_phases(trainer: RecipeTrainer, begin: Callable[[Phase], None]) -> None:
     trainer.accelerator.backward = then_step
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inference:
-    """Device, precision and attention of an evaluation."""
-
-    device: DeviceParams
-    precision: str
-    attn: str
-
-
 def record_generation(
-    inference: Inference,
+    plan: Plan,
     config: PreTrainedConfig,
     batch: Mapping[str, torch.Tensor],
     *,
@@ -207,12 +193,13 @@ def record_generation(
     completions, and for an instant one layer's keys twice, as each token is appended (transformers' DynamicCache). With
     likelihoods, last the logits of answers (evaluation/likelihood.py), beside hidden states in place of caches.
 
-    batch: the longest prompts, without labels, as many as are read at once. batch_size: completions at once.
+    plan: of what is evaluated, on its device. batch: the longest prompts, without labels, as many as are read at once.
+    batch_size: completions at once.
     """
-    (num_prompts, length), itemsize = batch["input_ids"].shape, DTYPES[inference.precision].itemsize
-    with recorder_of(inference.device, inference.attn, config) as recorder:
+    (num_prompts, length), itemsize = batch["input_ids"].shape, DTYPES[plan.memory.precision].itemsize
+    with recorder_of(plan.device, plan.memory.attn, config) as recorder:
         inputs = without_contents(batch)
-        model = new_model(config, precision=inference.precision, attn=_attention(inference.attn)).eval()
+        model = new_model(config, precision=plan.memory.precision, attn=_attention(plan.memory.attn)).eval()
         recorder.label(model.parameters(), "weights")
         recorder.label(inputs.values(), "activations")
         recorder.begin("forward")

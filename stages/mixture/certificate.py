@@ -55,13 +55,6 @@ class BuildCertificate(StageFile):
     domains: dict[str, Domain]
     """Domain by expert."""
 
-    @property
-    def digest(self) -> str:
-        return self.built_digest
-
-    def faults(self) -> dict[str, str]:
-        return {f"changes.{name}": "missing" for name in self.domains if name not in self.changes}
-
     def problems(self) -> list[str]:
         """The merge is wrong if an expert that changed only MLPs is not in the mixture whole."""
         return [

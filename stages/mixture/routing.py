@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,10 @@ def routers_of(model: nn.Module) -> list[Qwen2MoeTopKRouter]:
 @contextmanager
 def hooked(modules: Sequence[nn.Module], hook: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
     """Calls `hook(module, args, output)` after each forward pass in the block; its result replaces the output."""
-    handles = [module.register_forward_hook(hook) for module in modules]
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

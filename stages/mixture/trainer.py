@@ -23,11 +23,10 @@ from stages.training.trainer import RecipeTrainer
 
 def make_trainer(plan: Plan, *, model: PreTrainedModel | PeftModel, **rest: Any) -> RecipeTrainer:
     """The plan's trainer: of routers, of a mixture, or of a dense model. rest: arguments of RecipeTrainer."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    routers = routers_of(base)
+    routers = routers_of(model)
     if plan.recipe.loss == "router-labels":
         return RouterTrainer(plan, routers, model=model, **rest)
-    coefficient = getattr(base.config.get_text_config(), "router_aux_loss_coef", 0.0)
+    coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)
     # If every token takes all experts, the balance is their number, whatever the routers do.
     if coefficient > 0 and any(router.top_k < router.num_experts for router in routers):
         return BalancedTrainer(plan, routers, coefficient, model=model, **rest)

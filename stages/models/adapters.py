@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import UserError
-from stages.core.families import FAMILIES, family_of
+from stages.core.families import FAMILIES
 from stages.core.params.schema import PARTS, LearningParams, LoraParams, Part, PartsParams
 from stages.internals.peft_internals import expert_names
 from stages.models.load import full_tensor, load_base, meta_model, process_mesh, shard
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stages.planning.plan import Plan
 
 ALL_LINEAR = "all-linear"
-"""In lora.targets: the linear layers of the part, whatever names the base's family has for them."""
+"""In lora.targets: the linear layers of the part, whatever their names."""
 
 ADAPTER_DIR = "adapter"
 WEIGHTS_FILE = "weights.safetensors"
@@ -122,11 +122,9 @@ def _full_parameters(
             for name, _ in model.named_parameters()
             if part_of(name) == part and not is_idle(model, name) and name not in corrected
         ]
-        targets = full_targets.get(part)
-        if targets is None:
+        if part not in full_targets:
             found.update(names)
-            continue
-        for target in targets:
+        for target in full_targets.get(part, ()):
             # A module's parameters and those of the modules within it.
             chosen = [name for name in names if f".{target}." in f".{name}"]
             if not chosen:
@@ -144,17 +142,20 @@ def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
 
     Raises UserError for a target that matches no linear layer of its part, or a layer that `init` cannot start from.
     """
-    linears = adaptable_linears(model)
-    targets = {part: _target_suffixes(model, part, suffixes, linears) for part, suffixes in lora.targets.items()}
-    for part, suffixes in targets.items():
+    linears, chosen = adaptable_linears(model), set[str]()
+    for part, suffixes in lora.targets.items():
+        own = [name for name in linears if part_of(name) == part]
         for suffix in suffixes:
-            if not any(part_of(name) == part and _ends_with(name, suffix) for name in linears):
-                endings = sorted({name.rsplit(".", 1)[-1] for name in linears if part_of(name) == part})
+            # Whole components: attn.proj ends blocks.0.attn.proj, but proj does not end o_proj.
+            named = [name for name in own if suffix == ALL_LINEAR or f".{name}".endswith(f".{suffix}")]
+            if not named:
+                endings = sorted({name.rsplit(".", 1)[-1] for name in own})
                 raise UserError(
                     f"lora.targets.{part}: {suffix!r} names no linear layer that takes an adapter, as neither a head "
                     f"nor a mixture's experts do; the {part}'s end in {', '.join(endings)}; {ALL_LINEAR} names them all"
                 )
-    names = [name for name in linears if any(_ends_with(name, suffix) for suffix in targets.get(part_of(name), ()))]
+            chosen.update(named)
+    names = sorted(chosen)
     if lora.takes_from_base:
         _require_rank(model, names, lora)
     return LoraConfig(
@@ -202,26 +203,6 @@ def adaptable_linears(model: PreTrainedModel) -> list[str]:
         )
 
     return [name for name, module in modules.items() if is_adaptable(name, module)]
-
-
-def _target_suffixes(
-    model: PreTrainedModel, part: Part, suffixes: Sequence[str], linears: Sequence[str]
-) -> Sequence[str]:
-    """The suffixes; in place of ALL_LINEAR the family's own names of the part's linear layers, or for a language model
-    without an entry the names of all of them. linears: from `adaptable_linears`."""
-    if ALL_LINEAR not in suffixes:
-        return suffixes
-    family = family_of(model.config.model_type)
-    own = family.linears or tuple(name for name in linears if part_of(name) == "llm")
-    known = {"llm": own, "vision": family.vision.linears if family.vision else ()}.get(part, ())
-    if not known:
-        raise UserError(f"lora.targets.{part}: {ALL_LINEAR} is known for vision and llm only; name the layers")
-    return [*known, *(suffix for suffix in suffixes if suffix != ALL_LINEAR)]
-
-
-def _ends_with(name: str, suffix: str) -> bool:
-    """Compares whole dotted components: `attn.proj` ends `blocks.0.attn.proj`, `proj` does not end `o_proj`."""
-    return name == suffix or name.endswith(f".{suffix}")
 
 
 def count_trainable(model: nn.Module) -> dict[str, int]:

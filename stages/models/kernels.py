@@ -187,14 +187,13 @@ def fused_kernels(model: PreTrainedModel | PeftModel, *, used: bool) -> Iterator
     """
     with ExitStack() as stack:
         if used:
-            base = model.get_base_model() if isinstance(model, PeftModel) else model
             for name, module in list(sys.modules.items()):  # Liger replaces classes and functions in them
                 if ".modeling_" in name:
                     stack.enter_context(patch.dict(vars(module)))
-            with hooks_kept(base):
-                fuse_layers(base)
-                fuse_adapters(base)
-            for module in {sys.modules[type(each).__module__] for each in base.modules()}:
+            with hooks_kept(model):
+                fuse_layers(model)
+                fuse_adapters(model)
+            for module in {sys.modules[type(each).__module__] for each in model.modules()}:
                 if hasattr(module, ROTATE):
                     setattr(module, ROTATE, rotated)
         yield

@@ -27,7 +27,6 @@ from stages.core.params.schema import ImageParams, TemplateOptions
 from stages.core.records import shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
-from stages.data.splits import shows_images
 from stages.internals.transformers_internals import num_image_tokens
 from stages.models.answers import ANSWER, NEXT, Messages, Turn, answer_spans, find_turn, training_text
 from stages.models.load import NO_MODEL, library_errors, load_config
@@ -245,7 +244,7 @@ def _answer_tokens(processor: Processor, text: str, conversation: Conversation, 
             if turn not in conversation.unlearnt:  # a token that begins before its answer is never generated
                 in_answer |= (start <= starts) & (starts < end) & (starts < ends)
         if _MARK.search(tokenizer.chat_template):
-            marked = [(starts < end) & (ends > start) for start, end in _marks(tokenizer, messages)]
+            marked = [(starts < end) & (ends > start) for start, end in _render(tokenizer, messages, marks=True)]
             in_answer &= torch.stack(marked).any(0)
     placeholder = getattr(processor, "image_token_id", None)
     if placeholder is None:
@@ -333,17 +332,11 @@ def rendered(processor: Processor, conversation: Conversation) -> str:
         return render(messages, add_generation_prompt=True)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, marks: bool = False, **options: Any) -> Any:
+    """The text; with `marks` the spans between the template's own marks, in characters of it."""
     options |= {"chat_template": tokenizer.chat_template, **tokenizer.special_tokens_map}
-    (text,), _ = render_jinja_template([messages], **options)
-    return text
-
-
-def _marks(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[tuple[int, int]]:
-    """The spans between the template's own marks, in characters of the rendered text."""
-    options = {"chat_template": tokenizer.chat_template, **tokenizer.special_tokens_map}
-    _, (spans,) = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
-    return spans
+    (text,), spans = render_jinja_template([messages], return_assistant_tokens_mask=marks, **options)
+    return spans[0] if marks else text
 
 
 def _turn(processor: Processor) -> Turn:
@@ -360,7 +353,7 @@ def _turn_by(processor: Processor, template: str) -> Turn:
     with library_errors(f"{_template_of(tokenizer)} cannot be used"):
         turn = find_turn(render, probe, tokenizer.convert_ids_to_tokens(sorted(end_tokens(tokenizer))))
         if _MARK.search(template):
-            marks = _marks(tokenizer, probe)
+            marks = _render(tokenizer, probe, marks=True)
             for _, end in answer_spans(render, turn, probe, training_text(render, turn, probe)):
                 if not any(first < end <= last for first, last in marks):
                     raise ValueError(
@@ -439,26 +432,16 @@ def accepts(processor: Processor, conversation: Conversation) -> bool:
     return not (isinstance(processor, PreTrainedTokenizerBase) and conversation.images)
 
 
-def require_image_model(processor: Processor, prepared_dir: Path) -> None:
-    """Raises UserError if a dataset has images in any of its splits, and the model is a text model."""
-    if isinstance(processor, PreTrainedTokenizerBase) and shows_images(prepared_dir):
-        raise _takes_no_images(processor, f"{prepared_dir} has samples with images (see its stats.json)")
-
-
-def _takes_no_images(text_model: PreTrainedTokenizerBase, found: str) -> UserError:
-    known = [name for name, family in FAMILIES.items() if family.vision]
-    return UserError(
-        f"{found}, and {text_model.name_or_path} is a text model; take a base of {', '.join(known)}, or leave the "
-        "images out"
-    )
-
-
 def _messages(processor: Processor, conversation: Conversation) -> list[dict[str, Any]]:
     """The messages in the template's form: templates of text models, Qwen2.5's among them, know no text parts."""
     if not isinstance(processor, PreTrainedTokenizerBase):
         return conversation.messages
     if not accepts(processor, conversation):
-        raise _takes_no_images(processor, f"sample {conversation.sample_id} has images")
+        known = [name for name, family in FAMILIES.items() if family.vision]
+        raise UserError(
+            f"sample {conversation.sample_id} has images, and {processor.name_or_path} is a text model; take a base of "
+            f"{', '.join(known)}, or leave the images out"
+        )
     return [{**turn, "content": "".join(part["text"] for part in turn["content"])} for turn in conversation.messages]
 
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, has_bf16
 from stages.core.records import nearest
-
-GIB = 2**30
+from stages.planning.prediction import GIB
 
 
 @dataclass(frozen=True)

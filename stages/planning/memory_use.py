@@ -105,7 +105,7 @@ class MemoryLog:
         self.finish(stage, name).write(stage_memory_path(Path("data"), task, name=name, stage=stage))
 
     def _read(self, when: str) -> Reading:
-        reading = gpu_reading(self._gpus) if self._gpus else cpu_reading()
+        reading = reading_of(self._gpus)
         what = f"in tensors on {pluralize(len(self._gpus), 'GPU')}" if self._gpus else "resident"
         used_gib, free_gib = reading.used_bytes / GIB, reading.free_bytes / GIB
         log.info("memory %s: %.2f GiB %s; %.2f GiB free", when, used_gib, what, free_gib)
@@ -163,12 +163,10 @@ class GpuUse:
             self._joules += elapsed * watts
 
 
-def cpu_reading() -> Reading:
-    return Reading(*resident_bytes(), free_bytes=free_and_total_bytes()[0])
-
-
-def gpu_reading(gpus: Sequence[int]) -> Reading:
-    """free_bytes comes from the driver, so it excludes CUDA's own context of this process."""
+def reading_of(gpus: Sequence[int]) -> Reading:
+    """On a GPU free_bytes comes from the driver, so it excludes CUDA's own context of this process."""
+    if not gpus:
+        return Reading(*resident_bytes(), free_bytes=free_and_total_bytes()[0])
     import torch
 
     return Reading(

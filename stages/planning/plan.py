@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -91,12 +92,6 @@ class Plan(StageFile):
     trainable: dict[str, int] = Field(default_factory=dict)
     """Trainable parameters by part, in total, and all parameters; from the model's real geometry."""
 
-    def faults(self) -> dict[str, str]:
-        """Problems by field: values that resolve_plan never writes."""
-        forms = {"base_dir": r"data/((bases|builds)/[\w-]+|runs/[\w-]+/merged)", "data_dir": r"data/prepared/[\w-]+"}
-        wrong = [name for name, form in forms.items() if not re.fullmatch(form, getattr(self, name))]
-        return {name: f"{shown(getattr(self, name))} is no such folder of the pipeline" for name in wrong}
-
     @property
     def on_gpu(self) -> bool:
         return self.device.kind == "cuda"
@@ -128,6 +123,11 @@ class Plan(StageFile):
         """Samples of one optimizer step on one process."""
         return self.memory.micro_batch * self.schedule.grad_accumulation
 
+    @property
+    def rehearsed_micro_batches(self) -> int:
+        """Micro-batches that show the peak of a step: all but its first find gradients already there."""
+        return min(2, self.schedule.grad_accumulation)
+
     def with_memory(self, **settings: Any) -> Plan:
         """The plan with these settings of its `memory`."""
         return replace(self, memory=replace(self.memory, **settings))
@@ -136,6 +136,17 @@ class Plan(StageFile):
         """The plan with another micro-batch, a divisor of samples_per_step, and as many samples in a step."""
         schedule = replace(self.schedule, grad_accumulation=self.samples_per_step // size)
         return replace(self.with_memory(micro_batch=size), schedule=schedule)
+
+
+def sorted_steps(drawn: Iterable[int], lengths: Sequence[int], effective_batch: int) -> Iterator[list[int]]:
+    """The samples of each optimizer step, the longest first, so that its micro-batches have less padding.
+
+    drawn: all samples in the order in which they are drawn. lengths: in tokens, by sample. effective_batch: samples of
+    a step, over all processes.
+    """
+    drawn = iter(drawn)
+    while step := list(islice(drawn, effective_batch)):
+        yield sorted(step, key=lambda sample: (-lengths[sample], sample))
 
 
 def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs"), fix: str | None = None) -> Plan:

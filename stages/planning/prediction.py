@@ -97,10 +97,6 @@ class PlannedMemory(StageFile):
     evaluation_batch_size: Size
     """Completions at once: of params.yaml, or with `auto` the largest predicted to fit."""
 
-    def faults(self) -> dict[str, str]:
-        missing = [phase for phase in PHASES if phase not in self.prediction.phases]
-        return {f"prediction.phases.{phase}": "missing" for phase in missing}
-
 
 def read_memory(recipe: str) -> PlannedMemory:
     """Raises UserError if the record is missing or damaged."""

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -129,7 +128,6 @@ def _computed(
 ) -> dict[str, torch.Tensor]:
     """The samples' tensors, each named NUMBER.NAME; images of a micro-batch of samples per pass."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
     per_pass = trainer.plan.memory.micro_batch
     tensors: dict[str, torch.Tensor] = {}
     for first in range(0, len(numbers), per_pass):
@@ -141,7 +139,7 @@ def _computed(
             names = ("pixel_values", "image_grid_thw")
             images = {name: torch.cat([sample[name] for sample in with_images]) for name in names}
             with trainer.compute_loss_context_manager():
-                outputs = base.get_image_features(**on_device(trainer, images))
+                outputs = model.get_image_features(**on_device(trainer, images))
             features = iter(outputs.pooler_output)  # one tensor an image
         for number, sample in zip(chosen, samples, strict=True):
             if sample.pop("pixel_values", None) is not None:

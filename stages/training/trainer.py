@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import islice
+from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,7 +36,7 @@ from stages.models.adapters import count_trainable, part_of
 from stages.models.load import check_placement, full_tensor, reshard, to_local
 from stages.models.prompts import Processor
 from stages.planning.memory_use import GpuUse
-from stages.planning.plan import Plan
+from stages.planning.plan import Plan, sorted_steps
 from stages.training.batches import FEATURES, IGNORED
 from stages.training.muon import MuonWithAdamW, hidden_matrices
 from stages.training.noise import noisy_embeddings
@@ -62,7 +62,8 @@ class RecipeTrainer(ResumableTrainer):
         self.plan = plan
         self.validator = validator
         self.gpu_use = GpuUse(range(torch.cuda.device_count()) if plan.on_gpu else ())
-        self.rehearsal, self.progress = Rehearsal(self), progress_callback()
+        self.rehearsal = Rehearsal(self)
+        self.progress = ProgressCallback() if sys.stderr.isatty() else LineProgress()
         self._scratch = TemporaryDirectory(ignore_cleanup_errors=True)  # Trainer wants a folder, and leaves it empty
         prepare_for_trl(model)
         super().__init__(
@@ -238,7 +239,7 @@ def training_arguments(plan: Plan, output_dir: str, **more: Any) -> SFTConfig:
         logging_nan_inf_filter=memory.precision == "fp16",
         logging_steps=max(1, min(10, schedule.num_steps // 20)),
         save_strategy="no",
-        disable_tqdm=True,  # progress_callback shows it
+        disable_tqdm=True,  # RecipeTrainer.progress shows it
         **more,
     )
 
@@ -256,13 +257,9 @@ def scheduler_options(plan: Plan) -> dict[str, float]:
 
 
 class SortedInSteps(Sampler[int]):
-    """The samples of each optimizer step, the longest first, so that its micro-batches have less padding.
-
-    Which samples a step has, accelerate's sampler draws from (seed, epoch) alone; so does this.
-    """
+    """`sorted_steps` of what accelerate's sampler draws, from (seed, epoch) alone."""
 
     def __init__(self, drawn: SeedableRandomSampler, lengths: Sequence[int], effective_batch: int) -> None:
-        """lengths: in tokens, by sample. effective_batch: samples of a step, over all processes."""
         self.drawn = drawn
         self.lengths = lengths
         self.effective_batch = effective_batch
@@ -271,9 +268,7 @@ class SortedInSteps(Sampler[int]):
         return len(self.drawn)
 
     def __iter__(self) -> Iterator[int]:
-        drawn = iter(self.drawn)
-        while step := list(islice(drawn, self.effective_batch)):
-            yield from sorted(step, key=lambda sample: (-self.lengths[sample], sample))
+        return chain.from_iterable(sorted_steps(self.drawn, self.lengths, self.effective_batch))
 
     def set_epoch(self, epoch: int) -> None:
         """Called by accelerate's data loader."""
@@ -397,7 +392,7 @@ class Rehearsal(TrainerCallback):
         inputs = trainer.data_collator.largest_batch(plan.memory.micro_batch)
         measured = cpu_peak((*inputs.values(), *lasting_tensors(trainer))) if on_cpu else nullcontext()
         with unchanged(trainer), trainer.accelerator.no_sync(trainer.model_wrapped), measured as peak:
-            for _ in range(min(2, plan.schedule.grad_accumulation)):
+            for _ in range(plan.rehearsed_micro_batches):
                 trainer.training_step(trainer.model_wrapped, dict(inputs), inputs["labels"].ne(IGNORED).sum())
         return peak.size_bytes if peak is not None else 0
 
@@ -427,11 +422,6 @@ def unchanged(trainer: SFTTrainer) -> Iterator[None]:
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-
-
-def progress_callback() -> TrainerCallback:
-    """transformers' bar on a terminal, lines elsewhere; training arguments say disable_tqdm, or it would show twice."""
-    return ProgressCallback() if sys.stderr.isatty() else LineProgress()
 
 
 class LineProgress(TrainerCallback):

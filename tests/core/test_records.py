@@ -97,14 +97,11 @@ class Written(StageFile):
     inner: dict[str, float]
     words: tuple[str, ...] = ()
 
-    def faults(self) -> dict[str, str]:
-        return {} if self.number < 100 else {"number": str(self.number)}
-
 
 @given(
     record=st.builds(
         Written,
-        number=st.integers(max_value=99),
+        number=st.integers(),
         inner=st.dictionaries(TEXTS, st.floats(allow_nan=False, allow_infinity=False)),
         words=st.lists(TEXTS).map(tuple),
     ),
@@ -117,9 +114,7 @@ def test_a_written_record_is_read_back_equal(record: Written, suffix: str, path:
     assert Written.read(path.with_suffix(suffix), fix="make it") == record
 
 
-@pytest.mark.parametrize(
-    "content", [b"[" * 10_000, b'{"number": ' + b"9" * 5000 + b"}", b'{"number": 100, "inner": {}}']
-)
+@pytest.mark.parametrize("content", [b"[" * 10_000, b'{"number": ' + b"9" * 5000 + b"}"])
 def test_a_damaged_record_is_refused_on_one_line_with_the_command(content: bytes, path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"^{re.escape(str(path))} is damaged: .*; rebuild it with: make it$"):

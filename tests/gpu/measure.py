@@ -30,6 +30,7 @@ from typing import Any
 import click
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 from transformers import TrainerCallback
 
 from stages.core.atomic import atomic_write
@@ -38,13 +39,12 @@ from stages.core.params import load_params
 from stages.core.records import read_settings, yaml_text
 from stages.core.signals import end_with_parent
 from stages.evaluation.generate import generated_tokens
-from stages.internals.torch_internals import chosen_attention, cpu_peak, expand_segments
+from stages.internals.torch_internals import cpu_peak, expand_segments
 from stages.launcher.gpus import driver_version
 from stages.memory.fakes import fake_batch, fake_processor
 from stages.memory.predict import MemoryPredictor, predict_generation
-from stages.memory.step import Inference
 from stages.models.kernels import packed_attention, turn_off_cudnn_attention
-from stages.models.load import check_device, resolve_attention
+from stages.models.load import check_device
 from stages.planning.cards import card_of
 from stages.planning.ladder import prefill_batch_size
 from stages.planning.memory_use import recognised_out_of_memory
@@ -117,7 +117,8 @@ def chosen_kernel(device: str, heads: int, key_heads: int, tokens: int, width: i
         for each in (heads, key_heads)
     )
     mask = torch.ones(1, 1, tokens, tokens, device=device, dtype=torch.bool) if masked else None
-    return chosen_attention(query, key, mask, causal=causal)
+    number = int(torch._fused_sdp_choice(query, key, key, mask, 0.0, causal, enable_gqa=heads != key_heads))
+    return next((name for name, value in SDPBackend.__members__.items() if value.value == number), str(number))
 
 
 def attends_by_sample(device: str) -> str:
@@ -280,14 +281,13 @@ def measured_memory(existing: Iterable[object]) -> Iterator[dict[str, int]]:
 def measure_generation(device: str, *, setting: Setting, batch_size: int, new_tokens: int) -> dict[str, Any]:
     """Time of a batch of completions, all of full length, as evaluation makes them; memory against its prediction."""
     plan, predictor = planned({**setting, "quantization": "none"}, device)
-    plan, config, size = replace(plan, padding_free=False), predictor.config, prefill_batch_size(batch_size)
+    plan, config = replace(plan.with_memory(attn="auto"), padding_free=False), predictor.config
+    size = prefill_batch_size(batch_size)
     batch = with_contents(predictor.batch_of(micro_batch=size))
     del batch["labels"]
-    attn = resolve_attention("auto", plan.device, plan.memory.precision)
-    inference = Inference(device=plan.device, precision=plan.memory.precision, attn=attn)
     limits = {"batch_size": batch_size, "max_new_tokens": new_tokens}
-    predicted = predict_generation(inference, config, batch, **limits)
-    model = random_model(plan.with_memory(attn="auto"), config).eval()
+    predicted = predict_generation(plan, config, batch, **limits)
+    model = random_model(plan, config).eval()
 
     @torch.inference_mode()
     def seconds(length: int) -> float:
@@ -304,7 +304,6 @@ def measure_generation(device: str, *, setting: Setting, batch_size: int, new_to
     with measured_memory([*model.parameters(), *model.buffers(), *batch.values()]) as memory:
         seconds(new_tokens)
     return {
-        "attn": attn,
         "prompt": plan.recipe.max_length,
         "new_tokens": new_tokens,
         "samples_per_s": round(batch_size / all_s, 3),

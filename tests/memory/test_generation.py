@@ -6,7 +6,7 @@ import torch
 from stages.evaluation.generate import generated_tokens
 from stages.evaluation.likelihood import _sums
 from stages.internals.torch_internals import cpu_peak
-from stages.memory.step import Inference, record_generation
+from stages.memory.step import record_generation
 from stages.models.load import DTYPES, auto_class
 from stages.planning.ladder import prefill_batch_size
 from tests.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
@@ -25,12 +25,11 @@ from tests.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
 def test_long_questions_and_long_completions_are_predicted(
     model: str, batch_size: int, length: int, new_tokens: int, attn: str
 ) -> None:
-    plan = plan_of(**R1, micro_batch=prefill_batch_size(batch_size), max_length=length)
+    plan = plan_of(**R1, micro_batch=prefill_batch_size(batch_size), max_length=length, attn=attn)
     config = config_of(model, (4, 2))
     batch = dict(batch_of(plan, config))
     del batch["labels"]
-    inference = Inference(device=plan.device, precision=plan.memory.precision, attn=attn)
-    recording = record_generation(inference, config, batch, batch_size=batch_size, max_new_tokens=new_tokens)
+    recording = record_generation(plan, config, batch, batch_size=batch_size, max_new_tokens=new_tokens)
     generating = auto_class(config).from_config(config, attn_implementation=attn).eval()
     held = (*generating.parameters(), *generating.buffers(), *batch.values())
     size = len(batch["input_ids"])
@@ -45,15 +44,14 @@ def test_long_questions_and_long_completions_are_predicted(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_logits_of_likelihoods_are_predicted(precision: str) -> None:
     """A vocabulary so large that these are the fullest moment."""
-    plan = plan_of(**R1, micro_batch=2, max_length=384)
+    plan = plan_of(**R1, micro_batch=2, max_length=384, precision=precision)
     config = config_of("text", (4, 2))
     config.vocab_size = 30_000
     batch = dict(batch_of(plan, config))
     del batch["labels"]
-    inference = Inference(device=plan.device, precision=precision, attn="sdpa")
     limits = {"batch_size": 2, "max_new_tokens": 4}
     without, recording = (
-        record_generation(inference, config, batch, likelihoods=asked, **limits) for asked in (False, True)
+        record_generation(plan, config, batch, likelihoods=asked, **limits) for asked in (False, True)
     )
     model = auto_class(config).from_config(config, attn_implementation="sdpa", dtype=DTYPES[precision]).eval()
     held = (*model.parameters(), *model.buffers(), *batch.values())

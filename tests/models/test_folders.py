@@ -84,7 +84,7 @@ def test_an_unsafe_or_damaged_model_is_refused(
         ("Qwen/Qwen2-VL-2B-Instruct", 2_208_985_600, 9_232_384, 5_242_880),
         ("Qwen/Qwen2-VL-7B-Instruct", 8_291_375_616, 20_185_088, 5_242_880),
         ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512, 20_185_088, 0),
-        ("Qwen/Qwen1.5-MoE-A2.7B", 14_315_784_192, 3_145_728, 0),
+        ("Qwen/Qwen1.5-MoE-A2.7B", 14_315_784_192, 7_962_816, 0),
         ("Qwen/Qwen2.5-VL-7B-Instruct", 8_292_166_656, 20_185_088, 5_575_680),
         ("Qwen/Qwen3-8B", 8_190_735_360, 21_823_488, 0),
         ("Qwen/Qwen3-VL-4B-Instruct", 4_437_815_808, 16_515_072, 3_145_728),

@@ -17,7 +17,6 @@ from trl.trainer import utils as trl_trainer
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
-from stages.internals.trl_internals import GuardedKernel
 from stages.memory.cuda import cuda_semantics
 from stages.training import kernels
 from stages.training.kernels import compiler_problem, prepare_kernels
@@ -79,8 +78,7 @@ def take_a_loss() -> None:
 def test_a_kernel_is_launched_on_the_device_of_its_tensors_and_not_at_all_to_predict_memory(
     stand_ins: list[StandInKernel],
 ) -> None:
-    for _ in range(2):
-        prepare_kernels(GPUS)
+    prepare_kernels(GPUS)
     with cuda_semantics():
         take_a_loss()
     assert [kernel.launches for kernel in stand_ins] == [[], []]
@@ -88,8 +86,6 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors_and_not_at_all_to_pre
     here = torch.device("cpu")
     assert [kernel.launches for kernel in stand_ins] == [[(here, {here})] * 3] * 2
     assert stand_ins[0].current == [torch.device("cuda", 0)]
-    assert isinstance(chunked_logprob._forward_kernel, GuardedKernel)
-    assert chunked_logprob._forward_kernel.kernel is stand_ins[0], "guarded once"
 
 
 @pytest.mark.parametrize(
