@@ -7,7 +7,6 @@ Run: TRITON_INTERPRET=1 python -m tests.models.interpreted
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from contextlib import ExitStack
@@ -124,7 +123,6 @@ def refusals() -> list[str]:
 
 
 def main() -> None:
-    gc.freeze()  # a training collects garbage, and need not look at all modules for it
     found = {
         "differences": {name: differences(name) for name in FUSED},
         "memory": {name: memory(name) for name in FUSED},
