@@ -127,7 +127,6 @@ report: ## Open the last comparison in a browser (TASK=)
 in_parallel := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Processes that share the cores compute with one thread each: with two, small models take half as long again.
 one_thread := OMP_NUM_THREADS=1
-# Below /tmp a stage in Apptainer could write anywhere in its workspace.
 smoke_dir := build/smoke-$(or $(ENGINE),auto)
 
 .PHONY: test
