@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -43,8 +42,6 @@ def record_step(
     """
     here = _on_this_cpu(plan)
     with ExitStack() as stack:
-        gc.freeze()  # accelerate collects garbage, which takes long among all that torch and transformers have imported
-        stack.callback(gc.unfreeze)
         stack.callback(reset_accelerator)  # nothing of the step's trainer is left in this process
         recorder = stack.enter_context(recorder_of(plan.device, plan.memory.attn, config))
         stack.enter_context(fake_kernels(multiprocessors(plan.device)))

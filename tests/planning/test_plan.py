@@ -173,8 +173,6 @@ def test_a_setting_that_a_training_does_not_use_leaves_its_plan_as_it_is(
     ("change", "problem"),
     [
         ({"name": "r2-vision-only"}, "name: this is the plan of 'r2-vision-only'"),
-        ({"base_dir": "../elsewhere"}, "base_dir: '../elsewhere' is no such folder"),
-        ({"data_dir": "/etc"}, "data_dir: '/etc' is no such folder"),
         (
             {"recipe": {**asdict(PLAN.recipe), "max_length": 0}},
             "recipe.max_length: input should be greater than or equal to 1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.params.schema import DeviceParams
 from stages.training.processes import run_workers
 from tests import ROOT
+from tests.training.two_processes import FRESH
 
 WORKER = """
 import os, signal, sys, time
@@ -30,9 +30,6 @@ def save(number, frame):
 signal.signal(signal.SIGTERM, save)
 Path(f"{os.environ['RANK']}-of-{os.environ['WORLD_SIZE']}").touch()
 """
-
-
-FRESH = multiprocessing.get_context("forkserver")  # imports torchrun once for all stages
 
 
 def stage(folder: Path, device: DeviceParams, environment: Mapping[str, str]) -> None:
@@ -48,7 +45,6 @@ def stage(folder: Path, device: DeviceParams, environment: Mapping[str, str]) ->
 def start(folder: Path, then: str, *, count: int = 2, nodes: int = 1, **environment: str) -> BaseProcess:
     """then: the end of each worker, as code."""
     (folder / "worker.py").write_text(WORKER + then)
-    FRESH.set_forkserver_preload([__name__])
     process = FRESH.Process(
         target=stage, args=(folder, DeviceParams(kind="cpu", count=count, nodes=nodes), environment)
     )

@@ -32,6 +32,7 @@ from stages.models.adapters import trained_tensors
 from stages.models.load import process_mesh, to_local
 from stages.planning.plan import Plan
 from stages.training.checkpoints import kept_checkpoints
+from stages.training.processes import run_workers
 from stages.training.randomness import seed_everything
 from stages.training.records import LOSS, SCORE
 from stages.training.resume import SaveInTime, load_state, train_to_the_end
@@ -132,13 +133,14 @@ def signal_this_process_group(trainer: RecipeTrainer) -> None:
 
 
 Main = Callable[[int, Path], None]
+FRESH = multiprocessing.get_context("forkserver")
+"""Processes without a trace of the tests before them. All are forked by one server, which imports torch once."""
+FRESH.set_forkserver_preload([__name__, run_workers.__module__])
 
 
 def run_two(main: Main, folder: Path) -> None:
     """Run a function of rank and folder in two processes that form a group."""
-    server = multiprocessing.get_context("forkserver")  # imports torch once for both
-    server.set_forkserver_preload([main.__module__])
-    processes = [server.Process(target=member, args=(rank, main, folder)) for rank in range(2)]
+    processes = [FRESH.Process(target=member, args=(rank, main, folder)) for rank in range(2)]
     try:
         for process in processes:
             process.start()
