@@ -176,7 +176,7 @@ def other_settings(params: Params, name: str) -> list[str]:
     The record of `prepare` has them, and what a mix was made of; without a record, nothing is known of them.
     """
     dataset, made = params.dataset(name), recorded(f"prepare@{name}")
-    if made is None:
+    if made is None or not (Path("data/prepared") / name).is_dir():
         return []
     then = {key: value for settings in made.params.values() for key, value in settings.items()}
     now = json.loads(json.dumps(asdict(dataset) | asdict(params.data)))

@@ -68,6 +68,7 @@ def yaml_text(content: Any) -> str:
     yaml, text = YAML(), io.StringIO()
     yaml.default_flow_style = False
     yaml.allow_unicode = False  # one of Unicode's line ends would be read back as a space
+    yaml.width = 2**31  # a long text would be folded within its words, and read back with a space there
     yaml.dump(content, text)
     return text.getvalue()
 

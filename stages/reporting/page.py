@@ -160,7 +160,7 @@ def render_page(comparison: Comparison, *, profile: str) -> str:
         curves=_curve_drawings(runs, colours),
         galleries={run.name: _gallery(run) for run in runs if not report.shown and any(run.examples.values())},
         marked=_marked(runs) if report.shown else {},
-        ordered_by=runs[0].metrics[ORDERED_BY],
+        ordered_by=ORDERED_BY,
         fairness=fairness(comparison),
         origin_warnings=origin_warnings(comparison.all_runs),
         design=design_words(comparison),

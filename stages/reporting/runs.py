@@ -287,7 +287,7 @@ def _numbers(rows: Sequence[Mapping[str, Any]], name: str, path: Path, fix: str)
 def _read_curve(path: Path, fix: str) -> Floats:
     """A curve that `training.records.write_curves` wrote."""
     try:
-        steps, values = np.loadtxt(path, skiprows=1, ndmin=2).T
-    except ValueError as error:
+        steps, values = np.loadtxt(path, comments=None, delimiter="\t", skiprows=1, ndmin=2).T
+    except (OSError, ValueError) as error:
         raise damaged(path, {"the file": str(error)}, fix=fix) from None
     return np.stack([steps, values])

@@ -108,6 +108,7 @@ class Written(StageFile):
     suffix=st.sampled_from([".json", ".yaml"]),
 )
 @example(record=Written(1, {}, ("\x85", "a\u2028b")), suffix=".yaml")
+@example(record=Written(1, {}, (30 * "Hãy trả lời bằng tiếng Việt. ",)), suffix=".yaml")
 @quick(60)
 def test_a_written_record_is_read_back_equal(record: Written, suffix: str, path: Path) -> None:
     record.write(path.with_suffix(suffix))

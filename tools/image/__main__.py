@@ -136,7 +136,7 @@ def make_sif(target: str) -> None:
     if path.is_file():
         say(f"{path} is built already")
         return
-    clients = [Client(name) for name in ("docker", "podman") if shutil.which(name)]
+    clients = [Client(name) for name in CONTAINER_ENGINES if name != "apptainer" and shutil.which(name)]
     client = next((client for client in clients if client.problem() is None), None)
     if client is None:
         raise UserError(

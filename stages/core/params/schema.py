@@ -73,7 +73,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1e12)]
 """The product of two is still a finite number."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Name = Annotated[str, form("[A-Za-z0-9][A-Za-z0-9_-]{0,99}", "a letter or digit, then letters, digits, - and _")]
+Name = Annotated[str, form("[A-Za-z0-9][A-Za-z0-9_-]{0,99}", "a letter or digit, then up to 99 of these, - and _")]
 """No dots: DVC splits the path to a parameter at them. Folders get these names, which limits the length."""
 Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
 TemplateOptions = dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | Size | Text]
@@ -373,7 +373,9 @@ class LearningParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RecipeParams(LearningParams):
-    base: Annotated[str, form("(bases|builds)/[^/]+|runs/[^/]+/merged", "bases/NAME, builds/NAME, runs/RECIPE/merged")]
+    base: Annotated[
+        str, form("(bases|builds)/[^/]{1,100}|runs/[^/]{1,100}/merged", "bases/NAME, builds/NAME, runs/RECIPE/merged")
+    ]
     """The folder below data/ to start from: `bases/NAME`, `builds/NAME`, or `runs/RECIPE/merged` to continue another
     recipe."""
     data: Name
@@ -416,7 +418,7 @@ class BuildParams:
 
     task: Name
     """The experts' task. Its probes of each domain show which experts its tokens are routed to."""
-    base: Annotated[str, form("bases/[^/]+", "bases/NAME")]
+    base: Annotated[str, form("bases/[^/]{1,100}", "bases/NAME")]
     """`bases/NAME`, a dense model: the experts were trained from it, and the mixture has all of it but the MLPs."""
     experts: Annotated[tuple[ExpertParams, ...], Field(min_length=2)]
     """The experts, numbered in this order. All of them have a domain, or none has."""
@@ -439,7 +441,9 @@ class BaselineParams:
     """A row to compare with: a base or a build, evaluated without training, or another system's completions."""
 
     task: Name
-    base: Annotated[str, form("(bases|builds)/[^/]+|answers/[^/.][^/]*", "bases/NAME, builds/NAME or answers/FILE")]
+    base: Annotated[
+        str, form("(bases|builds)/[^/]{1,100}|answers/[^/.][^/]{0,100}", "bases/NAME, builds/NAME or answers/FILE")
+    ]
     """`bases/NAME`, `builds/NAME`, or `answers/FILE`, an answers file below data/ (docs/experiments.md)."""
     data: Name
     answer_format: Name | None = None
@@ -514,7 +518,7 @@ class CompareParams:
 class TrackingParams:
     to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = ()
     """Trackers of trainings, as transformers names them (`report_to`). wandb gets evaluations and comparisons too."""
-    project: Text = "bakeoff"
+    project: Annotated[str, form(r"[^\x00-\x1f\x7f-\x9f]{1,128}", "a line of at most 128 characters")] = "bakeoff"
     wandb_mode: Literal["offline", "online"] = "offline"
 
 

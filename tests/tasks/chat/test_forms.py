@@ -362,6 +362,10 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": "What?", "completion": "<image>", "image": "p/cat.png"},
         "message 2 shows an image",
     ),
+    "of the system": (
+        {"messages": [{"role": "system", "content": "<image>"}, USER, ANSWER], "images": ["p/cat.png"]},
+        "message 1 shows an image",
+    ),
 }
 
 

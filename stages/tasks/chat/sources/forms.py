@@ -173,8 +173,9 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
         problems.append(f"{pluralize(len(positions), 'place')} of an image, but {pluralize(count, 'image')}")
     problems = problems or _text_problems(messages, {number for number, _ in positions})
     problems = problems or order_problems(messages)
-    if not problems and (other := next((number for number, _ in positions if messages[number].role != "user"), None)):
-        problems = [f"message {other + 1} shows an image, which only a user's message may"]
+    if not problems:
+        others = [number + 1 for number, _ in positions if messages[number].role != "user"]
+        problems = [f"message {number} shows an image, which only a user's message may" for number in others[:1]]
     unlearnt = tuple(number for number, turn in enumerate(turns) if not turn.learnt)
     if not problems and len(unlearnt) == sum(message.role == "assistant" for message in messages):
         problems = ["no turn is to be learnt"]
