@@ -219,6 +219,9 @@ def test_texts_of_all_models_stand_side_by_side_and_stay_texts(complete: tuple[P
     for number, run in enumerate(comparison.runs):
         texts = tuple((each, f"the answer to {each}", f"\n  {run.name}: {each}" * (number > 0)) for each in questions)
         examples: dict[str, dict[int, Path | None]] = {"best": {number % 2: None}, "worst": {}, "random": {2: None}}
+        if number == 0:  # as evaluated before the task scored otherwise
+            columns = {**run.columns, "own": run.columns["iou"]}
+            run = replace(run, metrics={**run.metrics, "ordered_by": "own"}, columns=columns)
         runs[run.name] = replace(run, texts=texts, examples=examples)
     contenders = tuple(replace(each, runs=tuple(runs[run.name] for run in each.runs)) for each in comparison.contenders)
     report = replace(comparison.report, shown=("text",))
@@ -229,6 +232,7 @@ def test_texts_of_all_models_stand_side_by_side_and_stay_texts(complete: tuple[P
         expected += [questions[number], f"the answer to {questions[number]}"]
         expected += [run.texts[number][2] or "(empty)" for run in runs.values()]
     assert [text.removeprefix("\n") for text in shown.texts] == expected
+    assert "by the own or iou beside its name" in page
     assert not shown.tags & {"script", "b onclick"}
     assert "onclick" not in shown.attributes
     assert page.count('<details class="sample card"') == 3

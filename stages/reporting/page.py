@@ -28,7 +28,7 @@ from rich.text import Text
 from stages.core.atomic import atomic_write
 from stages.evaluation.statistics import Floats, Interval
 from stages.reporting.compare import Comparison, Contender, Metric, interval_words
-from stages.reporting.runs import FAILURE, ORDERED_BY, Run
+from stages.reporting.runs import FAILURE, Run
 from stages.reporting.sections import (
     comparison_markdown,
     comparison_table,
@@ -160,7 +160,6 @@ def render_page(comparison: Comparison, *, profile: str) -> str:
         curves=_curve_drawings(runs, colours),
         galleries={run.name: _gallery(run) for run in runs if not report.shown and any(run.examples.values())},
         marked=_marked(runs) if report.shown else {},
-        ordered_by=ORDERED_BY,
         fairness=fairness(comparison),
         origin_warnings=origin_warnings(comparison.all_runs),
         design=design_words(comparison),

@@ -113,6 +113,11 @@ class Run:
     provenance: tuple[Provenance, ...] = ()
     """Records of the stages that made it, as far as there are any."""
 
+    @property
+    def ordered_by(self) -> str:
+        """The column that its examples are the best and the worst by."""
+        return str(self.metrics[ORDERED_BY])
+
 
 def report_runs_dir(data_dir: Path, task: str) -> Path:
     return data_dir / "report" / task / "runs"

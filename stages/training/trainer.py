@@ -47,7 +47,7 @@ from stages.training.resume import ResumableTrainer
 
 log = logging.getLogger(__name__)
 
-# Trainer collects garbage twice a run: half a second each among all that is imported by now, which is none.
+# Trainer collects garbage twice a run: a third of a second each among all that is imported by now, which is none.
 gc.freeze()
 
 

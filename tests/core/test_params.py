@@ -130,6 +130,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones(find: Callable[[Params],
 
 WRONG_ALONE = {
     "tracking.to": "yes",
+    "tracking.project": "a\nb",
+    "recipes.r4-joint.base": f"bases/{'x' * 101}",
     "more": {},
     f"{R1}.lora.rank": 0,
     f"{R1}.max_length": 2**31 - 1,

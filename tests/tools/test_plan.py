@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -328,6 +329,8 @@ def test_data_of_other_settings_are_not_taken(params: Params, name: str, changed
     assert other_settings(before, name) == []
     assert other_settings(after, name) == different
     assert (available_data(after, name) is None) == bool(different)
+    shutil.rmtree(Path("data/prepared") / name)
+    assert other_settings(after, name) == [], "data that are gone were not made otherwise"
 
 
 def test_a_mix_of_parts_that_were_prepared_again_is_not_taken(params: Params) -> None:
