@@ -51,9 +51,14 @@ def note(text):
     with open("notes", "a") as file:
         print(text, file=file)
 
+saving = False
+
 def save(number, frame):
-    note(f"saves on {signal.Signals(number).name}")
-    sys.exit(128 + number)
+    global saving
+    if not saving:  # Slurm signals the launcher too, which passes it on: it comes twice, as one request to end
+        saving = True
+        note(f"saves on {signal.Signals(number).name}")
+        sys.exit(128 + number)
 
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, save)
