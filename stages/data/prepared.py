@@ -129,21 +129,24 @@ def read_text_files(
     """
     chosen = files_by_split(folder, files, dataset.splits, expected=rules.expected, named_train=named_train)
 
+    def name_of(path: Path) -> str:
+        return path.relative_to(folder).as_posix()
+
     def readable(path: Path) -> Iterator[Sample[R]]:
         try:
             yield from read(path)
         except UnreadableText as error:
-            yield Place(path.name), [str(error)]
+            yield Place(name_of(path)), [str(error)]
 
     used = {path for paths in chosen.values() for path in paths}
-    names = {split: [path.name for path in paths] for split, paths in chosen.items()}
+    names = {split: [*map(name_of, paths)] for split, paths in chosen.items()}
     return RawDataset(
         rules=rules,
         source=dataset.source,
         splits={split: [sample for path in paths for sample in readable(path)] for split, paths in chosen.items()},
         validation=", ".join(names["val"]) if "val" in names else None,
         files=names,
-        unused_files=lambda: [path.name for path in dict.fromkeys((*files, *others)) if path not in used],
+        unused_files=lambda: [name_of(path) for path in dict.fromkeys((*files, *others)) if path not in used],
     )
 
 
@@ -365,8 +368,8 @@ class _Preparation(Generic[R]):
             )
         for name, split in self.splits.items():
             if not split.records:
-                left_out = split.invalid_rows + len(split.leaked)
-                why = f"; {pluralize(left_out, 'sample')} left out" if left_out else ""
+                left_out = split.invalid_rows, len(split.leaked)
+                why = "; left out: {} invalid, {} in another split too".format(*left_out) if any(left_out) else ""
                 raise UserError(
                     f"{self.dataset.source} has no valid sample in the split {name}{why}; expected at least one"
                 )
@@ -432,7 +435,8 @@ def folded(problems: Iterable[tuple[Place, str]]) -> list[str]:
         shown = [f"{place}: {problem}" for place, problem in some]
         if len(some) > MAX_ALIKE:
             where = " in the file" if file else ""
-            others = join_truncated([str(place.number) if file else place.file for place, _ in some[1:]], MAX_ALIKE)
+            named = dict.fromkeys(str(place.number) if file else place.file for place, _ in some[1:])
+            others = join_truncated(list(named), MAX_ALIKE)
             shown = [f"{shown[0]} (and {len(some) - 1:,} more of this kind{where}: {others})"]
         lines += shown
     return lines

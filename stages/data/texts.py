@@ -44,7 +44,7 @@ def read_text(path: Path) -> str:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise UnreadableText(f"not UTF-8: byte 0x{content[error.start]:02x} in line {line}") from None
+        raise UnreadableText(f"not UTF-8: byte 0x{content[error.start]:02x} in line {line}; save it as UTF-8") from None
     if not text.strip():
         raise EmptyText("the file is empty")
     return text

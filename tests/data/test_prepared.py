@@ -154,7 +154,7 @@ def test_the_same_samples_give_the_same_bytes_and_others_another_digest(tmp_path
             {},
             ("2 samples with the same word", "train and val: train.txt line 2 and val.txt line 1: B"),
         ),
-        ("a !b", "a", {"skip_invalid": True}, ("no valid sample in the split train; 2 samples left out",)),
+        ("a !b", "a", {"skip_invalid": True}, ("in the split train; left out: 1 invalid, 1 in another split too",)),
         ("a", "!b", {"skip_invalid": True}, ("val.txt line 1: it shouts", "Nothing of val is valid")),
         ("a !b c", "d", {"selection": 0.5}, ("Correct them, or leave them out",)),
         ("a", "", {}, ("no valid sample in the split val",)),

@@ -1,6 +1,7 @@
 """Prepared files with repeated samples, or damaged afterwards, as the stages of every task read them."""
 
 import io
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,25 @@ def test_every_task_trains_on_samples_as_often_as_their_file_says(task: str, tmp
     once, thrice = found
     assert thrice["train"] == [record for record in once["train"] for _ in range(3)]
     assert thrice["val"] == once["val"]
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "detection"])
+def test_files_of_one_name_in_two_folders_are_two(task: str, tmp_path: Path) -> None:
+    files = sorted(path for path in (ROOT / "data/tiny" / DATA[task]).iterdir() if path.suffix != ".md")
+    assert len(files) == 2
+    for folder, file in zip(("a", "b"), files, strict=True):
+        (tmp_path / folder).mkdir()
+        shutil.copy(file, tmp_path / folder / f"x{file.suffix}")
+    named = {"train": f"*/x{files[0].suffix}"}
+    stats = prepare(task, f"folder:{tmp_path}", out_dir=tmp_path / "out", splits=named, skip_invalid=True)
+    assert stats["splits"]["train"]["files"] == [f"{folder}/x{files[0].suffix}" for folder in "ab"]
+    ids = [
+        each.id for split in ("train", "val") for each in load_task(task, "samples").read_split(tmp_path / "out", split)
+    ]
+    assert len(set(ids)) == len(ids)
+    (tmp_path / f"b/x{files[0].suffix}").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"\n  b/x\S*: not UTF-8: byte 0xff in line 1; save it as UTF-8"):
+        prepare(task, f"folder:{tmp_path}", out_dir=tmp_path / "out", splits=named)
 
 
 @dataclass

@@ -111,7 +111,7 @@ def test_every_malformed_sample_is_named_with_file_line_and_reason(tmp_path: Pat
         "train.txt line 14: an id, z.9, without a sentence",
         "train.txt line 18: there is text after the graph",
         "train_empty.txt: the file is empty",
-        "train_bytes.txt: not UTF-8: byte 0xff in line 2",
+        "train_bytes.txt: not UTF-8: byte 0xff in line 2; save it as UTF-8",
         "train_marked.txt line 1: a text holds chat markup, <|im_start|>",
         "train_marked.txt line 4: a text holds chat markup, <|image_pad|>",
         "train_other.txt: no sentence; expected #::snt lines",

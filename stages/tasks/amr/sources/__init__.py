@@ -54,23 +54,23 @@ def read(dataset: DatasetParams, reader: PlainReader) -> RawDataset[Record]:
     known = "folder:PATH (the corpora are not on the hub: put their text files into a folder)"
     folder = source_folder(dataset.source, known=known)
     unread = Counter[str]()
-    read_file = partial(_read_file, unread=unread)
+    read_file = partial(_read_file, folder=folder, unread=unread)
     found = read_text_files(dataset, folder, given_files(folder, "*.txt"), read_file, RULES)
     found = replace(found, unread_fields=unread, strict=reader.strict)
     counts = Counter(record.id for record in found.records())
     return found.mapped(lambda each: each if counts[each.id] == 1 else replace(each, id=f"{each.file}:{each.line}"))
 
 
-def _read_file(path: Path, unread: Counter[str]) -> Iterator[Sample[Record]]:
+def _read_file(path: Path, folder: Path, unread: Counter[str]) -> Iterator[Sample[Record]]:
     """unread: counts the fields of comments that are not read."""
-    lines = read_lines(path)
+    lines, file = read_lines(path), path.relative_to(folder).as_posix()
     unread.update(name for line in lines for name in unread_fields(line))
     blocks = list(read_blocks(lines))
     if not any(block.sentence is not None for block in blocks):
-        yield Place(path.name), ["no sentence; expected #::snt lines, each above its graph"]
+        yield Place(file), ["no sentence; expected #::snt lines, each above its graph"]
         return
     for block in blocks:
-        yield _sample(block, path.name)
+        yield _sample(block, file)
 
 
 def _sample(block: Block, file: str) -> Sample[Record]:

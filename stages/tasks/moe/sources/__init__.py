@@ -113,12 +113,13 @@ def read(dataset: DatasetParams, reader: PlainReader) -> RawDataset[Record]:
     """
     folder = source_folder(dataset.source, known="folder:PATH or mix")
     files = sorted(given_files(folder, "*.csv", "*.jsonl"))
-    if not files:
+    if not (files or dataset.splits.patterns()):
         raise UserError(f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; {READ_ON}")
     if len({path.suffix for path in files}) > 1:
         raise UserError(f"{folder} holds two domains, but a dataset is of one; make a folder of each")
     unread = Counter[str]()
-    found = read_text_files(dataset, folder, files, partial(read_corpus, unread=unread), RULES, named_train=False)
+    read_file = partial(read_corpus, folder=folder, unread=unread)
+    found = read_text_files(dataset, folder, files, read_file, RULES, named_train=False)
     return replace(found, unread_fields=unread, strict=reader.strict)
 
 
@@ -132,20 +133,20 @@ def _order(record: Record) -> tuple[str, str]:
     return record.key(), record.id
 
 
-def read_corpus(path: Path, unread: Counter[str]) -> Iterator[Sample[Record]]:
+def read_corpus(path: Path, folder: Path, unread: Counter[str]) -> Iterator[Sample[Record]]:
     """The samples of a file. unread: counts the fields that are not read. Raises as read_text does."""
-    text = read_text(path)
+    text, file = read_text(path), path.relative_to(folder).as_posix()
     if path.suffix == ".csv":
         unit, samples = "line", _truthfulqa(text, unread)
     else:
         unit, objects = json_objects(text)
         samples = _qmsum(objects, unread)
     for line, suffix, found in samples:
-        place = Place(path.name, line, unit)
+        place = Place(file, line, unit)
         if isinstance(found, str):
             yield place, [found]
             continue
-        record = Record(id=f"{path.name}:{line}{suffix}", file=path.name, line=line, **found)
+        record = Record(id=f"{file}:{line}{suffix}", file=file, line=line, **found)
         problem = _problem(record)
         yield place, [f"{problem}; the question is: {shown(record.question)}"] if problem else record
 
