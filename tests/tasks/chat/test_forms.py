@@ -14,7 +14,7 @@ from stages.core.errors import UserError
 from stages.data.texts import composed
 from stages.tasks.chat.samples import read_split
 from stages.tasks.chat.sources import Reader
-from stages.tasks.chat.sources.forms import LEARNT, REFUSED, THINKING
+from stages.tasks.chat.sources.forms import LEARNT, REFUSED, THINKING, WAY_OUT
 from tests.data.images import png
 from tests.tasks import prepare, refusal, write_lines
 from tests.tasks.chat.conversations import line, messages
@@ -73,7 +73,7 @@ def test_a_key_that_changes_what_is_learnt_is_refused_by_name_and_empty_it_is_no
     _, problems = prepared(tmp_path, unit, [*rows, *empty])
     assert list(problems) == list(range(len(keys)))
     for number, key in enumerate(keys):
-        assert problems[number] == f"{key} is set, which this task does not read: {REFUSED[key]}\n"
+        assert problems[number] == f"{key} is set, which this task does not read: {REFUSED[key]}; {WAY_OUT}\n"
 
 
 @pytest.mark.parametrize("unit", WRITERS)
@@ -212,8 +212,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "ms-swift's boxes": ({**TALK, "objects": {"bbox": [[1, 2, 3, 4]]}}, "objects is set"),
     "a second conversation": (
         {**TALK, "prompt": "One?", "completion": "1"},
-        "prompt, completion beside messages: a row has one",
+        "prompt, completion beside messages: a row has one conversation; remove it, or add it to reader.ignore",
     ),
+    "messages as a text": ({"messages": json.dumps([USER])}, "\"}]', expected a list of messages"),
     "two system prompts": (
         {"messages": messages("Who?", "You.", "Be brief."), "system": "Be long."},
         "message 2 has the role 'system'",
@@ -356,8 +357,12 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
             {"prompt": f"<image>{place}?", "completion": "A cat.", "image": "p/cat.png"},
             f"holds '{place}'",
         )
-        for place in ("<video>", "<bbox>", "<IMAGE>", "<image_1>")
+        for place in ("<video>", "<bbox>", "<IMAGE>", "<image_1>", "<image 1>", "<image_placeholder>")
     },
+    "in the row itself": (
+        {"prompt": "What?", "completion": "A cat.", "image": "data:image/png;base64,iVBO/p/cat.png"},
+        "image 1: found 'data:image/png;base64,iVBO/p/cat.png', expected the path of a file",
+    ),
     "of the assistant": (
         {"prompt": "What?", "completion": "<image>", "image": "p/cat.png"},
         "message 2 shows an image",

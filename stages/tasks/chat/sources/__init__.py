@@ -139,7 +139,7 @@ def _in_table(value: Any) -> tuple[str, bytes]:
 
 
 def _in_folder(value: Any, *, folder: Folder, near: str) -> tuple[str, bytes]:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or value.startswith("data:"):
         raise UserError(f"found {shown(value)}, expected the path of a file")
     return value, folder.image(value, near=near)[1]
 

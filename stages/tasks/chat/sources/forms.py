@@ -61,9 +61,9 @@ REFUSED = {
     key: meaning
     for meaning, keys in {
         "a video (LLaMA-Factory, ms-swift)": "video videos video_path video_url",
-        "a recording (LLaMA-Factory, ms-swift, OpenAI)": "audio audios audio_path",
+        "a recording (LLaMA-Factory, ms-swift, OpenAI)": "audio audios audio_path audio_url",
         "an image under another name; `image` and `images` are read": (
-            "image_path image_paths image_file image_url image_urls img imgs"
+            "image_path image_paths image_file image_url image_urls image_base64 image_bytes img imgs"
         ),
         "calls of tools (OpenAI, TRL, LLaMA-Factory)": (
             "tools tool_calls tool_call_id tool_choice parallel_tool_calls functions function_call"
@@ -72,7 +72,8 @@ REFUSED = {
         "settings of the chat template (TRL, ms-swift)": "chat_template chat_template_kwargs enable_thinking",
         "KTO's verdict on an answer (TRL, LLaMA-Factory, ms-swift)": "label kto_tag is_correct",
         "a preference between answers (TRL, OpenAI, LLaMA-Factory, ms-swift)": (
-            "chosen rejected margin preferred_output non_preferred_output rejected_response rejected_messages"
+            "chosen rejected margin preferred_output non_preferred_output rejected_response rejected_messages "
+            "rejected_images positive_messages negative_messages"
         ),
         "steps with a verdict each (TRL)": "completions labels",
         "the part of a row or turn in the loss (Fireworks, LLaMA-Factory, axolotl, NeMo, slime)": (
@@ -92,9 +93,10 @@ REFUSED = {
     for key in keys.split()
 }
 """Keys that change what is learnt in some trainer's format, by the names that these give them, with what they hold."""
+WAY_OUT = "remove it, or add it to reader.ignore"
 _IMAGE_TAG = re.compile(r"<img>[^<>]+</img>")
 """An image in a text, as Qwen-VL and ms-swift 2 have it."""
-_OTHER_PLACE = re.compile(r"<(image[_-]?\d*|img_context|video|audio|bbox|ref-object)>", re.IGNORECASE)
+_OTHER_PLACE = re.compile(r"<(image[ _-]?(\d*|placeholder)|img_context|video|audio|bbox|ref-object)>", re.IGNORECASE)
 """The place of an image, a video, a recording or a box, which is text in a message without images."""
 
 
@@ -157,7 +159,7 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
         named = cut(", ".join(dotted([key]) for key in keys)) or "nothing"
         return [f"no conversation: found {named}, expected {', or '.join(map(str, FORMS))}"]
     if beside := [key for key in keys if key in TURNS.difference(form.keys)]:
-        problems.append(f"{', '.join(beside)} beside {form}: a row has one conversation")
+        problems.append(f"{', '.join(beside)} beside {form}: a row has one conversation; {WAY_OUT}")
     if "images" in keys and "image" in keys:
         problems.append("image and images are both set")
     turns = [
@@ -186,7 +188,7 @@ def _refusal(*keys: str, where: str = "") -> str:
     """keys: of one meaning."""
     names, are = ", ".join(dotted([key]) for key in keys), "is" if len(keys) == 1 else "are"
     meaning = f": {found}" if (found := _meaning(keys[0])) else ""
-    return f"{where}{names} {are} set, which this task does not read{meaning}"
+    return f"{where}{names} {are} set, which this task does not read{meaning}{'' if where else f'; {WAY_OUT}'}"
 
 
 def _sections(content: Mapping[str, Any], form: Form) -> Iterator[tuple[str, Any]]:
@@ -217,7 +219,8 @@ def _sections(content: Mapping[str, Any], form: Form) -> Iterator[tuple[str, Any
 def _turns(name: str, value: Any, problems: list[str], *, placeholders: bool) -> Iterator[Turn]:
     """The turns of a list of messages. Appends to `problems`."""
     if not isinstance(value, list):
-        problems.append(f"{name} is {shown(value)}, expected a text or a list of messages")
+        text = "" if isinstance(value, str) else "a text or "
+        problems.append(f"{name} is {shown(value)}, expected {text}a list of messages")
         return
     for number, message in enumerate(value, start=1):
         where = f"{name}, message {number}"
