@@ -213,12 +213,47 @@ def test_an_element_that_is_there_twice_in_an_object_is_refused(tmp_path: Path, 
     assert "is there twice" in message
 
 
+@pytest.mark.parametrize("outer", ["objects", "annotation"])
+def test_a_box_of_no_object_is_refused(tmp_path: Path, outer: str) -> None:
+    folder = write_samples(tmp_path / "in", "voc", NAMES)
+    text = (folder / "train/a.xml").read_text()
+    inner = text.removeprefix("<annotation>").removesuffix("</annotation>")
+    inner = f"<objects>{inner}</objects>" if outer == "objects" else inner.replace("object>", "Object>")
+    write(folder / "train/a.xml", f"<annotation>{inner}</annotation>")
+    assert "train/a.xml: a bndbox is not within an <object>" in refusal(folder, "voc")
+    write(folder / "train/a.xml", text.replace("</object>", "<part><bndbox><xmin>5</xmin></bndbox></part></object>"))
+    assert len(read(folder, "voc")[1]["train"]) == 2, "a part of an object is none"
+
+
+def test_the_boxes_of_a_yolo_image_are_not_elsewhere(tmp_path: Path) -> None:
+    folder = write_samples(tmp_path / "in", "yolo", NAMES)
+    write(folder / "boxes/b.txt", (folder / "train/b.txt").read_text())
+    assert len(read(folder, "yolo")[1]["train"]) == 2
+    (folder / "train/b.txt").unlink()
+    assert "train/b.png: there is no train/b.txt, only boxes/b.txt" in refusal(folder, "yolo")
+
+
+def test_darknets_lists_of_images_are_refused_with_the_setting_in_their_place(tmp_path: Path) -> None:
+    folder = write_samples(tmp_path / "in", "yolo", {"obj_train_data": ["a", "b"], "obj_valid_data": ["c"]})
+    write(folder / "train.txt", "data/obj_train_data/a.png\n")
+    assert len(read(folder, "yolo")[1]["val"]) == 1, "a share is held out"
+    write(folder / "valid.txt", "data/obj_valid_data/c.png\n")
+    message = refusal(folder, "yolo")
+    assert "valid.txt may list the images of a split, which is not read; name them in `splits`" in message
+    named = {"train": "obj_train_data/*.png", "val": "obj_valid_data/*.png"}
+    prepare("detection", f"folder:{folder}", out_dir=tmp_path / "out", reader=Reader(category=None), splits=named)
+    assert [record.image_id for record in read_split(tmp_path / "out", "val")] == ["c"]
+
+
 def test_one_fault_of_many_files_is_one_message(tmp_path: Path) -> None:
     names = [f"{number}" for number in range(9)]
     folder = write_samples(tmp_path / "in", "voc", {"train": names, "val": ["c"]}, field=("ignore", 1))
     message = refusal(folder, "voc")
     assert message.count("is to be ignored") == 1
     assert "(and 9 more of this kind: train/1.xml, train/2.xml, train/3.xml and 6 more)" in message
+    coco = write_samples(tmp_path / "coco", "coco", {"train": names, "val": ["c"]}, entry=("height", ["30"] * 10))
+    files = "train/_annotations.coco.json, val/_annotations.coco.json"
+    assert f"found '30' (and 9 more of this kind: {files})" in refusal(coco, "coco")
 
 
 def test_yolo_has_only_keys_of_its_settings_and_what_is_no_box_is_refused(tmp_path: Path) -> None:
@@ -474,6 +509,12 @@ def test_what_makes_a_coco_file_ambiguous_is_refused(tmp_path: Path) -> None:
     for key in coco_form.NO_BOX:
         path.write_text(json.dumps(document).replace('"bbox": [4, 3, 16, 12]', f'"{key}": "x"'))
         assert f"annotation 1: {key} without a bbox; export boxes" in refusal(folder, "coco")
+        path.write_text(json.dumps(document).replace('"bbox": [4, 3, 16, 12]', f'"{key}": "x", "bbox": null'))
+        assert f"annotation 1: {key} without a bbox; export boxes" in refusal(folder, "coco")
+    for number in ('"0"', "0.0"):
+        path.write_text(json.dumps(document).replace('"image_id": 0', f'"image_id": {number}'))
+        message = refusal(folder, "coco")
+        assert "train/_annotations.coco.json image 0: annotation 1: image_id" in message, "left out, it has no box"
     path.write_text(json.dumps(document).replace('"bbox"', '"bbox_mode": 0, "bbox"'))
     assert "annotation 1: bbox_mode: input should be 1, found 0" in refusal(folder, "coco")
     path.write_text(json.dumps(document))

@@ -132,7 +132,7 @@ def _required(columns: Columns) -> list[str]:
 
 def _parquet(columns: Columns) -> str:
     names = ", ".join(_required(columns))
-    return f"parquet files with the columns {names}, named train*.parquet, in the folder or in data/"
+    return f"parquet files with the columns {names} (or reader.columns), named train*.parquet, in the folder or data/"
 
 
 def _read_parquet(folder: Path, columns: Columns, named: SplitParams, group: str | None) -> Splits:
@@ -144,7 +144,7 @@ def _read_parquet(folder: Path, columns: Columns, named: SplitParams, group: str
     def samples(paths: Sequence[Path]) -> Iterator[RawSample]:
         names = {path: dict.fromkeys(column_names(read_schema(path))) for path in paths}
         lacking = [(path, ", ".join(name for name in required if name not in names[path])) for path in paths]
-        if lines := [f"{path} lacks {some}, for all {count_rows(path)} rows" for path, some in lacking if some]:
+        if lines := [f"{at} lacks {some}; it has {join_truncated([*names[at]], 20)}" for at, some in lacking if some]:
             raise UserError(f"columns are missing:\n{listed(lines)}\nExpected: {expected}; {READ_ON}")
         for path in paths:
             parts = {name: name.rpartition(".") for name in names[path]}

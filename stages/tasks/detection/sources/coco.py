@@ -100,10 +100,12 @@ def _samples(folder: Folder, unread: Counter[str], path: str) -> Iterator[RawSam
     entries = {kind: list(_entries(document, kind, form, faults, unread)) for kind, form in FORMS.items()}
     categories, ids = _categories(entries["categories"]), Counter(image.value.id for image in entries["images"])
     boxes: dict[Id, list[NamedBox]] = defaultdict(list)
+    same = {str(image_id): image_id for image_id in ids}
     for own, each, keys in entries["annotations"]:
         name = f"annotation {own}"
         if each.image_id not in ids:
-            faults[None].append(f"{name}: image_id {shown(each.image_id)} is not that of a valid image")
+            about = same.get(str(each.image_id))
+            faults[about].append(f"{name}: image_id {shown(each.image_id)} is not that of a valid image")
         elif fault := no_plain_box(keys):
             faults[each.image_id].append(f"{name} {fault}")
         elif each.category_id not in categories:
@@ -150,7 +152,7 @@ def _entries(
             yield Entry(name, adapter.validate_python(entry), keys)
         except ValidationError as error:
             wrong = [f"{where}: {problem}" for where, problem in problems(error, form).items()]
-            if kind == "annotations" and "bbox" not in keys and (others := [key for key in NO_BOX if keys.get(key)]):
+            if kind == "annotations" and not keys.get("bbox") and (others := [key for key in NO_BOX if keys.get(key)]):
                 wrong.append(f"{' and '.join(others)} without a bbox; export boxes")
-            about = image_id if kind == "annotations" and isinstance(image_id, int | str) else None
+            about = image_id if kind == "annotations" and isinstance(image_id, int | float | str) else None
             faults[about] += [f"{form.__name__.lower()} {name}: {fault}" for fault in wrong]

@@ -92,6 +92,10 @@ class _TreeBuilder(ET.TreeBuilder):
         raise UnreadableText("a document type (<!DOCTYPE) is never read; remove it")
 
 
+def _num_boxes(element: ET.Element) -> int:
+    return sum(each.tag.lower() == "bndbox" for each in element.iter())
+
+
 def _content(element: ET.Element) -> dict[str, str]:
     """The elements within, and CVAT's attributes, which are pairs of name and value; with their texts."""
     inner = {each.tag: (each.text or "").strip() or "there" * bool(len(each)) for each in element}
@@ -139,7 +143,10 @@ def parse(text: str, unread: Counter[str]) -> tuple[list[NamedBox], list[str], t
 
     boxes: list[NamedBox] = []
     count(root)
-    for position, element in enumerate(root.findall("object"), start=1):
+    objects = root.findall("object")
+    if sum(map(_num_boxes, objects)) < _num_boxes(root):
+        problems.append("a bndbox is not within an <object> of <annotation>")
+    for position, element in enumerate(objects, start=1):
         name, content = f"object {position}", count(element)
         if fault := no_plain_box(content):
             problems.append(f"{name} {fault}")

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 from stages.core.errors import UserError, pluralize
 from stages.core.records import read_settings
 from stages.data.folder import Folder
-from stages.data.sources import Place
+from stages.data.sources import READ_ON, SPLIT_WORDS, Place
 from stages.data.texts import EmptyText, composed
 from stages.tasks.detection.sources.rows import BoxForm, NamedBox
 from stages.tasks.detection.sources.splits import RawSample, Splits, folder_splits, row_of
@@ -69,12 +69,20 @@ def read(folder: Folder) -> Splits:
         )
     data, unread = _data_file(folder, found[0])
     splits: dict[str | None, list[str]] = {}
+    own = {path for image in folder.images for path in label_paths(image)}.union(found)
+    texts = {PurePosixPath(path).stem: path for path in folder.with_suffix(".txt") if path not in own}
     if data.train and data.val and not folder.named:
         for split, entries in (("train", data.train), ("val", data.val)):
             entries = [entries] if isinstance(entries, str) else entries
             splits[split] = [path for entry in entries for path in _below(folder, entry, found[0])]
     else:
         splits = folder.by_split(folder.images, of_samples=True)
+        lists = [path for stem, path in texts.items() if SPLIT_WORDS.get(stem, "train") != "train"]
+        if splits.get(None) and lists:
+            raise UserError(
+                f"{folder.root}: {', '.join(lists)} may list the images of a split, which is not read; name them in "
+                f"`splits` of the dataset in params.yaml, as {{val: PATTERN}}; {READ_ON}"
+            )
     names = dict(enumerate(data.names)) if isinstance(data.names, list) else data.names
     known = set(folder.files)
 
@@ -87,6 +95,8 @@ def read(folder: Folder) -> Splits:
         places = label_paths(path)
         place = next((each for each in places if each in known), None)
         boxes, faults = _boxes(folder, place, names) if place else ([], [])
+        if not place and (other := texts.get(PurePosixPath(path).stem)):
+            faults = [f"there is no {places[0]}, only {other}"]
         why = "" if place else f"there is no {places[0]}"
         yield Place(place or path), row_of(folder, path, path, boxes, faults, none_because=why)
 
@@ -129,7 +139,7 @@ def _below(folder: Folder, entry: str, data_file: str) -> list[str]:
             return inside
     raise UserError(
         f"{folder.root / data_file} names {entry!r}, and {folder.root} has no folder of images there; a text file that "
-        "lists images is not read"
+        f"lists images is not read: name those of each split, `splits` of the dataset in params.yaml; {READ_ON}"
     )
 
 
