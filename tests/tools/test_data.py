@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
@@ -166,6 +167,22 @@ ALPACA = [{"instruction": f"{n}?", "input": "", "output": f"{n}.", "category": "
             "conversations, as in",
             {"train": ["de/a.json", "de/b.json"], "val": ["de/val.json"]},
         ),
+        (
+            {"train/a.jsonl": ALPACA[:9], "valid/a.jsonl": ALPACA[9:]},
+            "instruction and output",
+            {"train": ["train/a.jsonl"], "val": ["valid/a.jsonl"]},
+        ),
+        (
+            {"my_test.jsonl": ALPACA[:4], "my_train.jsonl": ALPACA[4:9], "my_valid.jsonl": ALPACA[9:]},
+            "instruction and output",
+            {"train": ["my_train.jsonl"], "val": ["my_valid.jsonl"], "test": ["my_test.jsonl"]},
+        ),
+        (
+            {"data/train-0.jsonl": ALPACA[:9], "data/test-0.jsonl": ALPACA[9:]},
+            "instruction and output",
+            {"train": ["data/train-0.jsonl"], "val": ["data/test-0.jsonl"]},
+        ),
+        ({"talks [1].json": TALKS}, "conversations", {"train": ["talks [[]1].json"]}),
     ],
 )
 def test_a_folder_of_conversations_is_shown_with_the_entry_that_reads_it(
@@ -212,3 +229,42 @@ def test_a_folder_in_no_known_form_says_what_is_expected(
     expected = r"expected messages, or conversations|39 more of this kind|Expected: train\*|expected at least 2"
     expected += "|Expected one of:\n.*COCO.*YOLO.*Pascal VOC"
     assert re.search(expected, ended.output, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl.gz", "train.csv", "train.xlsx", "train.JSONL", "train.txt"])
+def test_a_folder_without_images_says_what_files_of_conversations_are(workspace: Path, name: str) -> None:
+    (workspace / "talks").mkdir()
+    (workspace / "talks" / name).write_text("x")
+    output = run("talks").output
+    assert f"talks has neither conversations nor images: it holds 1 .{name.rpartition('.')[2].lower()} file" in output
+    assert "Expected .jsonl, .json or .parquet files, each object or row with messages, or conversations" in output
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "Who?", "answer": "You.", "image": {"bytes": png()}}, "has question, answer, image in a row;"),
+        ({"instruction": "Who?", "output": None}, "has instruction in a row; expected messages, or conversations"),
+        ({"image": {"bytes": png()}, "objects": {"bbox": []}}, "lacks image_id, objects.category_name; it has image, "),
+    ],
+)
+def test_a_table_of_another_form_says_what_is_expected(workspace: Path, row: dict[str, Any], message: str) -> None:
+    (workspace / "talks").mkdir()
+    pq.write_table(pa.Table.from_pylist([row]), workspace / "talks/train.parquet")
+    assert message in run("talks").output
+
+
+def test_json_lines_beside_photographs_are_no_conversations(workspace: Path) -> None:
+    WRITERS["coco"](workspace / "photos", PHOTOS)
+    (workspace / "photos/results.jsonl").write_text('{"image_id": 1, "score": 0.5}\n')
+    assert "task: detection" in run("photos").stdout
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_category_that_is_not_trained_on_is_not_asked_for(workspace: Path, spoilt: bool) -> None:
+    a, b, empty = PHOTOS["train"]
+    WRITERS["yolo"](workspace / "photos", {"train": [a, empty], "val": [b]})
+    if spoilt:
+        (workspace / "photos/train/labels/empty.txt").write_text("1 0.5 0.5 0.1 2\n")
+    reader = YAML(typ="safe").load(run("photos").stdout.split("params.yaml:")[1])["nutrition-tables"]["reader"]
+    assert reader["category"] == (["Nährwerte", "cup", "red lid"] if spoilt else ["cup"])

@@ -65,7 +65,8 @@ def main(
     params = load_params(changes=[f"profile={profile}"] if profile else [])
     name, chosen, forms = chosen_dataset(params, source, dataset, recipe, form)
     stats, splits = read_dataset(params, name, chosen)
-    reader = proposed_reader(form, splits) if source is not None and chosen.task == "detection" else None
+    whole = not stats["splits"]["train"]["invalid_rows"]
+    reader = proposed_reader(form, splits, whole=whole) if source is not None and chosen.task == "detection" else None
     if reader is not None:
         splits = {split: [replace(each, **reader.fields()) for each in records] for split, records in splits.items()}
     lines = [("source", chosen.source), *([("form", forms)] if forms else []), *figures(stats, splits)]
@@ -266,11 +267,12 @@ def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequ
     return path
 
 
-def proposed_reader(form: DataForm | None, splits: Mapping[str, Sequence[DetectionRecord]]) -> Reader:
-    """Asks for every category that there is."""
+def proposed_reader(form: DataForm | None, splits: Mapping[str, Sequence[DetectionRecord]], *, whole: bool) -> Reader:
+    """Asks for every category that there is to train on; for every one at all unless the training split is `whole`."""
     records = [record for some in splits.values() for record in some]
-    categories = tuple(sorted({name for record in records for name in record.categories}))
-    reader = Reader(format=form, category=categories, empty_images=not all(record.boxes for record in records))
+    categories = tuple(sorted({name for each in (splits["train"] if whole else records) for name in each.categories}))
+    empty = any(set(categories).isdisjoint(record.categories) for record in records)
+    reader = Reader(format=form, category=categories, empty_images=empty)
     return replace(reader, prompt=reader.question())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 from stages.core.errors import UserError, join_truncated
 from stages.core.params.schema import DatasetParams, SplitParams
 from stages.core.records import cut
-from stages.data.parquet import read_rows
-from stages.data.sources import READ_ON, VALIDATION, files_by_split, named_split, parquet_folder
+from stages.data.folder import Folder
+from stages.data.parquet import column_names, read_rows, read_schema
+from stages.data.sources import READ_ON, VALIDATION, describe_folder, files_by_split, is_set, parquet_folder
 from stages.data.texts import UnreadableText, json_objects, read_text
 from stages.tasks.chat.sources.forms import FORMS, form_of
+from stages.tasks.detection.sources import FORMS as IMAGE_FORMS
 
 KEYS = re.compile(rb'"(%s)"\s*:' % "|".join(key for form in FORMS for key in form.needed).encode())
 """A key of a conversation in JSON: a file that has none in its first HEAD bytes holds something else, such as boxes."""
@@ -23,20 +26,29 @@ HIDDEN = re.compile(r"\.|__MACOSX").match
 
 def conversations(source: str) -> tuple[DatasetParams, str] | None:
     """The dataset of a folder, and a line on the form of each file, empty for a file that is empty or broken, which
-    `prepare` refuses by line; None for a folder without a conversation.
+    `prepare` refuses by line; None for a folder without a conversation that has images.
 
-    Raises UserError for JSON Lines of another form.
+    Raises UserError for JSON Lines, or a table without boxes, of another form, and for a folder without any images too.
     """
     folder, _ = parquet_folder(source)
     visible = [path for path in sorted(folder.rglob("*")) if not any(map(HIDDEN, path.relative_to(folder).parts))]
     rows = {path: _first_row(path) for path in visible if path.is_file()}
     forms = {path: form for path, row in rows.items() if row and (form := form_of(row))}
     if not forms:
-        for path, row in ((path, row) for path, row in rows.items() if path.suffix == ".jsonl" or row == {}):
-            if not row:
+        files, expected = Folder(folder, SplitParams()), ", or ".join(map(str, FORMS))
+        if any(form.annotation_files(files) for form in IMAGE_FORMS.values()):
+            return None
+        for path, row in ((path, row) for path, row in rows.items() if path.suffix != ".json" or row == {}):
+            if row == {}:
                 return DatasetParams(task="chat", source=source, splits=_splits(folder, [path])), ""
-            expected = ", or ".join(map(str, FORMS))
-            raise UserError(f"{path} has {cut(', '.join(row))} in a row; expected {expected}. Rename them; {READ_ON}")
+            if row and not (path.suffix == ".parquet" and "box" in "".join(column_names(read_schema(path))).lower()):
+                keys = cut(", ".join(key for key, value in row.items() if is_set(value)))
+                raise UserError(f"{path} has {keys} in a row; expected {expected}. Rename them; {READ_ON}")
+        if not files.images and not files.with_suffix(".parquet"):
+            raise UserError(
+                f"{folder} has neither conversations nor images: {describe_folder(folder)}. Expected .jsonl, .json or "
+                f".parquet files, each object or row with {expected}; {READ_ON}"
+            )
         return None
     form_names = [f"{form}, as in {form.name}: {path.relative_to(folder).as_posix()}" for path, form in forms.items()]
     return DatasetParams(task="chat", source=source, splits=_splits(folder, list(forms))), join_truncated(form_names, 4)
@@ -61,12 +73,14 @@ def _first_row(path: Path) -> Mapping[str, Any] | None:
 
 def _splits(folder: Path, paths: list[Path]) -> SplitParams:
     """The splits to name: none where the files' names and places say them."""
-    beside = [path for path in paths if path.parent == folder or path.relative_to(folder).parts[0] == "data"]
+    tables = [path for path in paths if path.suffix == ".parquet" and path.parent == folder / "data"]
+    beside = tables or [path for path in paths if path.parent == folder]
     try:
         files_by_split(folder, beside, SplitParams(), expected="")
     except UserError:
-        later = [path for path in paths if named_split(path) in VALIDATION]
-        train = [path.relative_to(folder).as_posix() for path in paths if path not in later]
-        val = [path.relative_to(folder).as_posix() for path in later]
-        return SplitParams(train=tuple(train), val=tuple(val))
+        named = Folder(folder, SplitParams()).by_split([path.relative_to(folder).as_posix() for path in paths])
+        validation = next((split for split in VALIDATION if split in named), "val")
+        given = {"train": sorted(named["train"] + named[None]), "val": named[validation]}
+        given |= {"test": named["test"]} if validation != "test" else {}
+        return SplitParams(**{split: tuple(map(glob.escape, some)) for split, some in given.items()})
     return SplitParams()
