@@ -9,7 +9,7 @@ import random
 import re
 import time
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -108,7 +108,7 @@ def read_completions(path: Path, task: Task) -> list[str]:
     except UnreadableText as error:
         raise UserError(f"{path}: {error}") from None
     completions: dict[str, str] = {}
-    known = dict.fromkeys(question.sample_id for question in task.questions)
+    known = Counter(question.sample_id for question in task.questions)
     problems: dict[str, list[str]] = {"no such sample": [], "a second answer": []}
     for line, sample_id, text in given:
         if sample_id not in known or sample_id in completions:
@@ -116,6 +116,7 @@ def read_completions(path: Path, task: Task) -> list[str]:
             problems[kind].append(f"{sample_id!r} in line {line}")
         completions[sample_id] = text
     problems["no answer"] = [repr(sample_id) for sample_id in known if sample_id not in completions]
+    problems["several samples have this id"] = [repr(sample_id) for sample_id, count in known.items() if count > 1]
     if lines := [f"  {kind}: {join_truncated(names)}" for kind, names in problems.items() if names]:
         expected = f"expected one answer to each of the {pluralize(len(known), 'sample')} of the split"
         raise UserError(f"{path} does not fit the data, {expected}:\n" + "\n".join(lines))

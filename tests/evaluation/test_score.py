@@ -1,12 +1,16 @@
-"""The samples that a report shows, for any task."""
+"""The samples that a report shows, and answers of another system, for any task."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from PIL import Image
 
-from stages.evaluation.score import EXAMPLES, failures, mark_examples
+from stages.core.errors import UserError
+from stages.evaluation.score import EXAMPLES, Task, failures, mark_examples, read_completions
+from tests.tasks.detection.rows import record
 
 SCORING: Any = SimpleNamespace(ordered_by=lambda record: "score")
 
@@ -53,3 +57,12 @@ def test_each_kind_of_failure_has_its_examples(tmp_path: Path) -> None:
 def test_random_examples_are_the_same_for_every_model(tmp_path: Path) -> None:
     one, two = (marked(tmp_path, [score] * 9) for score in (0.1, 0.9))
     assert [one[f"random-{rank}"] for rank in (1, 2, 3)] == [two[f"random-{rank}"] for rank in (1, 2, 3)]
+
+
+def test_answers_to_samples_of_one_id_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "peer.jsonl"
+    path.write_text('{"id": "1", "answer": "none"}\n')
+    task = Task(name="detection", answer_format=None, records=[record([(0.1, 0.1, 0.5, 0.5)], "1")] * 2)
+    with pytest.raises(UserError, match="several samples have this id: '1'"):
+        read_completions(path, task)
+    assert read_completions(path, replace(task, records=task.records[:1])) == ["none"]

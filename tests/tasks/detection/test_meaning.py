@@ -189,16 +189,19 @@ def test_a_field_of_an_image_counts_like_one_of_a_box(tmp_path: Path, form: str,
     assert f"the image is {NO_PLAIN_BOX[key.lower()]} ({key} {value}); leave it out" in message
 
 
+@pytest.mark.parametrize("number", [int, float])
 @pytest.mark.parametrize("form", ["coco", "voc", "parquet"])
-def test_the_size_of_an_image_is_compared_where_annotations_have_it(tmp_path: Path, form: str) -> None:
-    folder = write_samples(tmp_path / "in", form, NAMES, entry=("width", [30, 30, 30]))
-    write_size = {"coco": '"width": 30', "voc": "<annotation>", "parquet": ""}[form]
+def test_the_size_of_an_image_is_compared_where_annotations_have_it(
+    tmp_path: Path, form: str, number: Callable[[int], float]
+) -> None:
+    folder = write_samples(tmp_path / "in", form, NAMES, entry=("width", [number(30)] * 3))
+    write_size = {"coco": f'"width": {number(30)}', "voc": "<annotation>", "parquet": ""}[form]
     for path in (*folder.rglob("*.json"), *folder.rglob("*.xml")):
         more = ', "height": 40' if form == "coco" else "<size><width>30</width><height>40</height></size>"
         write(path, path.read_text().replace(write_size, write_size + more))
     for path in folder.rglob("*.parquet"):
         table = pq.read_table(path)
-        pq.write_table(table.append_column("height", pa.array([40] * len(table))), path)
+        pq.write_table(table.append_column("height", pa.array([number(40)] * len(table))), path)
     assert "the boxes may be of the image before its EXIF rotation" in refusal(folder, form)
 
 

@@ -167,7 +167,7 @@ def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence
     """names: of numbered categories."""
     image, image_id = value_at(row, columns.image), value_at(row, columns.image_id) if columns.image_id else place
     bboxes, categories = (value_at(row, column) for column in (columns.boxes, columns.category))
-    width, height = (row.get(name) for name in SIZE)
+    sides = [each for each in map(row.get, SIZE) if isinstance(each, int | float) and each > 0]
     outer = value_at(row, columns.boxes.rpartition(".")[0]) if "." in columns.boxes else row
     boxes, problems = [], []
     if isinstance(bboxes, list) and isinstance(categories, list) and len(bboxes) == len(categories):
@@ -184,7 +184,7 @@ def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence
         image.get("bytes") if isinstance(image, Mapping) else image,
         boxes,
         problems,
-        (width, height) if isinstance(width, int) and isinstance(height, int) else None,
+        tuple(sides) if len(sides) == len(SIZE) else None,
         entry=row,
     )
 
