@@ -182,6 +182,11 @@ ALPACA = [{"instruction": f"{n}?", "input": "", "output": f"{n}.", "category": "
             "instruction and output",
             {"train": ["data/train-0.jsonl"], "val": ["data/test-0.jsonl"]},
         ),
+        (
+            {"train.jsonl": ALPACA[:9], "val/a.jsonl": ALPACA[9:]},
+            "instruction and output",
+            {"train": ["train.jsonl"], "val": ["val/a.jsonl"]},
+        ),
         ({"talks [1].json": TALKS}, "conversations", {"train": ["talks [[]1].json"]}),
     ],
 )
@@ -252,6 +257,17 @@ def test_a_table_of_another_form_says_what_is_expected(workspace: Path, row: dic
     (workspace / "talks").mkdir()
     pq.write_table(pa.Table.from_pylist([row]), workspace / "talks/train.parquet")
     assert message in run("talks").output
+
+
+def test_a_first_line_of_another_form_is_one_problem(workspace: Path) -> None:
+    (workspace / "talks").mkdir()
+    lines = [{"version": 1}, *TALKS]
+    (workspace / "talks/data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+    output = run("talks").output
+    assert "data.jsonl line 1: no conversation: found version, expected messages" in output
+    assert YAML(typ="safe").load(output.split("params.yaml:")[1])["conversations"]["splits"] == {
+        "train": ["data.jsonl"]
+    }
 
 
 def test_json_lines_beside_photographs_are_no_conversations(workspace: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from stages.tasks.detection.sources import FORMS as IMAGE_FORMS
 KEYS = re.compile(rb'"(%s)"\s*:' % "|".join(key for form in FORMS for key in form.needed).encode())
 """A key of a conversation in JSON: a file that has none in its first HEAD bytes holds something else, such as boxes."""
 HEAD = 65_536
+FIRST = 64
+"""Rows of which the first that is a conversation has the form of a file."""
 HIDDEN = re.compile(r"\.|__MACOSX").match
 
 
@@ -32,7 +35,7 @@ def conversations(source: str) -> tuple[DatasetParams, str] | None:
     """
     folder, _ = parquet_folder(source)
     visible = [path for path in sorted(folder.rglob("*")) if not any(map(HIDDEN, path.relative_to(folder).parts))]
-    rows = {path: _first_row(path) for path in visible if path.is_file()}
+    rows = {path: _typical_row(path) for path in visible if path.is_file()}
     forms = {path: form for path, row in rows.items() if row and (form := form_of(row))}
     if not forms:
         files, expected = Folder(folder, SplitParams()), ", or ".join(map(str, FORMS))
@@ -54,10 +57,11 @@ def conversations(source: str) -> tuple[DatasetParams, str] | None:
     return DatasetParams(task="chat", source=source, splits=_splits(folder, list(forms))), join_truncated(form_names, 4)
 
 
-def _first_row(path: Path) -> Mapping[str, Any] | None:
-    """The first object of a file that may hold conversations; an empty one if it is empty or broken."""
+def _typical_row(path: Path) -> Mapping[str, Any] | None:
+    """The first conversation, or else the first object, of a file that may hold conversations; an empty one if it is
+    empty or broken."""
     if path.suffix == ".parquet":
-        return next(read_rows(path), None)
+        return _typical(read_rows(path))
     if path.suffix not in (".jsonl", ".json"):
         return None
     with path.open("rb") as file:
@@ -68,7 +72,12 @@ def _first_row(path: Path) -> Mapping[str, Any] | None:
         _, objects = json_objects(read_text(path))
     except UnreadableText:
         return {}
-    return next((each for _, each in objects if isinstance(each, dict)), {})
+    return _typical(each for _, each in objects if isinstance(each, dict)) or {}
+
+
+def _typical(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    some = list(islice(rows, FIRST))
+    return next(filter(form_of, some), some[0] if some else None)
 
 
 def _splits(folder: Path, paths: list[Path]) -> SplitParams:
@@ -76,8 +85,10 @@ def _splits(folder: Path, paths: list[Path]) -> SplitParams:
     tables = [path for path in paths if path.suffix == ".parquet" and path.parent == folder / "data"]
     beside = tables or [path for path in paths if path.parent == folder]
     try:
-        files_by_split(folder, beside, SplitParams(), expected="")
+        found = files_by_split(folder, beside, SplitParams(), expected="")
     except UserError:
+        found = {}
+    if not found or ("val" not in found and len(beside) < len(paths)):
         named = Folder(folder, SplitParams()).by_split([path.relative_to(folder).as_posix() for path in paths])
         validation = next((split for split in VALIDATION if split in named), "val")
         given = {"train": sorted(named["train"] + named[None]), "val": named[validation]}
