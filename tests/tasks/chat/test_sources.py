@@ -263,8 +263,8 @@ def test_files_beside_those_that_are_read_are_named(tmp_path: Path, caplog: pyte
         (tmp_path / "in" / name).touch()
     stats = prepare("chat", f"folder:{tmp_path / 'in'}", out_dir=tmp_path / "out")
     assert stats["validation"] == "eval.jsonl"
-    assert stats["unused_files"] == ["dev.jsonl", "notes.csv", "train.jsonl.gz"]
-    assert "not read: dev.jsonl, notes.csv, train.jsonl.gz" in caplog.text
+    assert stats["unused_files"] == ["dev.jsonl", "more/notes.csv", "train.jsonl.gz"]
+    assert "not read: dev.jsonl, more/notes.csv, train.jsonl.gz" in caplog.text
 
 
 def test_the_hub_is_read_at_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_the_hub_is_read_at_one_commit(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("stages.data.sources.fetch_snapshot", lambda *_, **__: (tmp_path / "hub", "f" * 40))
     stats = prepare("chat", "hub:someone/talks@main", out_dir=tmp_path / "out")
     assert stats["source"] == f"hub:someone/talks@{'f' * 40}"
-    assert stats["validation"] == "test-00000-of-00001.parquet"
+    assert stats["validation"] == "data/test-00000-of-00001.parquet"
     assert read_split(tmp_path / "out", "val")[0].id == "data/test-00000-of-00001.parquet:0"
 
 
