@@ -63,6 +63,7 @@ def test_an_image_stands_where_its_text_is_divided() -> None:
     assert found.images == shown.shown_images
     assert conversation(shown, answered=False).messages == found.messages[:-1]
     assert all(each.answered() for each in probes())
+    assert {turn["role"] for each in probes() for turn in each.messages} == {"user", "assistant"}
 
 
 @pytest.mark.parametrize("family", VISION)

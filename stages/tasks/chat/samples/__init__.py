@@ -160,7 +160,6 @@ def conversation(record: Record, *, answered: bool, answer_format: None = None) 
 _PROBES = (
     (Message("user", "Which day follows Monday?"), Message("assistant", "Tuesday.")),
     (
-        Message("system", "Answer in one word."),
         Message("user", "Is ice warm?"),
         Message("assistant", "No."),
         Message("user", "What colour is snow?"),
@@ -175,8 +174,8 @@ def candidates(records: Sequence[Record], *, answer_format: None = None) -> list
 
 
 def probes(answer_format: None = None) -> list[Conversation]:
-    """Three answered conversations to compare models on: of one turn, of two after a system prompt, and about an image,
-    which text models do not take."""
+    """Three answered conversations to compare models on: of one turn, of two, and about an image, which text models do
+    not take. None has a system prompt, which some chat templates refuse (Gemma 2, Mistral 7B v0.1)."""
     texts = [_conversation(f"probe-{index}", messages) for index, messages in enumerate(_PROBES)]
     image = Image.linear_gradient("L").resize((224, 280)).convert("RGB")
     content = [{"type": "image"}, {"type": "text", "text": "Is it darker above?"}]
