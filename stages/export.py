@@ -53,7 +53,8 @@ def main(name: str) -> None:
             wrong=sorted(tensor for tensor, off in deviations.items() if not off <= tolerance),
         )
         if problems := certificate.problems():
-            raise UserError(f"the export {name} is not the model of {export.recipe}: {'; '.join(problems)}")
+            found = f"{'; '.join(problems)} (docs/deployment.md#limits)"
+            raise UserError(f"the export {name} is not the model of {export.recipe}: {found}")
     certificate.write(exported_dir.with_name(f"{name}.json"))
     memory.write("export", name, task=export.task)
     log.info("exported %s, content %s: %s", name, short(lineage.digest), certificate)

@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stages.core.errors import UserError
 from stages.core.families import family_of
-from stages.exporting.gguf_tokenizer import add_tokenizer
+from stages.exporting.gguf_tokenizer import CONVERTER, add_tokenizer
 from stages.models.folders import Checkpoint, read_config
 
 TYPES = {"f16": GGMLQuantizationType.F16, "q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
@@ -30,7 +30,6 @@ TYPES = {"f16": GGMLQuantizationType.F16, "q8_0": GGMLQuantizationType.Q8_0, "q4
 BLOCK = 2**18
 """Weights in memory at a time."""
 IDLE_GATE = ".mlp.shared_expert_gate.weight"
-CONVERTER = "llama.cpp's convert_hf_to_gguf.py may know it"
 
 ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,

@@ -14,6 +14,7 @@ _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CONVERTER = "llama.cpp's convert_hf_to_gguf.py may know it"
 PRE_TOKENIZERS = {"qwen2": _PATTERN.replace("DIGITS", ""), "llama-bpe": _PATTERN.replace("DIGITS", "{1,3}")}
 """llama.cpp's name of a pre-tokenizer by the pattern that splits text (src/llama-vocab.cpp)."""
 
@@ -23,7 +24,7 @@ def add_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> None:
     tokenizer = read_json(model_dir / "tokenizer.json")
     model = tokenizer["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise UserError(f"{model_dir} has a tokenizer other than byte-level BPE, which is not exported to GGUF here")
+        raise UserError(f"{model_dir} has a tokenizer other than byte-level BPE, not exported here; {CONVERTER}")
     ids, types = [f"[PAD{number}]" for number in range(vocab_size)], [TokenType.UNUSED] * vocab_size
     for text, number in model["vocab"].items():
         ids[number], types[number] = text, TokenType.NORMAL
@@ -51,4 +52,4 @@ def _pre_tokenizer(tokenizer: dict[str, Any], model_dir: Path) -> str:
     for name, pattern in PRE_TOKENIZERS.items():
         if kinds == ["Split", "ByteLevel"] and patterns == [pattern]:
             return name
-    raise UserError(f"{model_dir} splits text before its byte-level BPE in a way that has no name here in llama.cpp")
+    raise UserError(f"{model_dir} splits text before its byte-level BPE in a way without a name here; {CONVERTER}")

@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 from transformers import BitsAndBytesConfig
 
 from stages.core.errors import UserError
-from stages.models.folders import Checkpoint, copy_model_files, read_config
-from stages.models.load import NF4_BLOCK, auto_class, load_config, nf4_config
+from stages.models.folders import Checkpoint, copy_model_files
+from stages.models.load import NF4_BLOCK, auto_class, load_config, meta_model, nf4_config
 
 CPU = torch.device("cpu")
 NF4_STATE = ".quant_state.bitsandbytes__nf4"
@@ -25,10 +25,10 @@ def write_quantized(model_dir: Path, folder: Path, quantization: str) -> None:
     nf4 is without double quantization, so that a scale is exact. Raises UserError for a mixture of experts.
     """
     config = load_config(model_dir)
-    if "num_experts" in read_config(model_dir):
+    if any("experts" in f"{name} {type(part)}".lower() for name, part in meta_model(config).named_modules()):
         raise UserError(
             f"{config.model_type} is not exported by bitsandbytes: transformers leaves the weights of its experts "
-            "unquantized; export it with format: gguf"
+            "unquantized; format: gguf takes some mixtures"
         )
     options = {
         "nf4": nf4_config(config.dtype or torch.float32, double_quantization=False),

@@ -216,8 +216,8 @@ def test_a_model_that_would_come_out_otherwise_is_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "has no name here"),
-        ({"model": {"type": "Unigram"}}, "other than byte-level BPE"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, r"without a name here; llama\.cpp's convert"),
+        ({"model": {"type": "Unigram"}}, r"other than byte-level BPE, not exported here; llama\.cpp's convert"),
     ],
 )
 def test_a_tokenizer_that_llama_cpp_would_split_otherwise_is_refused(

@@ -25,6 +25,7 @@ from stages.planning.resolve import resolve_plan
 from stages.publish import publish_run
 from stages.publishing.check import check_published
 from tests import tiny_families
+from tests.architectures import config_of
 from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING
 from tests.stage_runs import done, refused, small_params, write_workspace
 from tests.tiny_families import save_tiny_family
@@ -122,7 +123,15 @@ def test_a_file_with_rows_that_are_not_interleaved_is_not_kept(monkeypatch: pyte
     monkeypatch.setattr(gguf_file, "interleaved", lambda rows, head_rows: rows)
     message = refused("export", "llama-q8_0")
     assert "the export llama-q8_0 is not the model of llama: 4 tensors differ from its own" in message
+    assert "(docs/deployment.md#limits)" in message
     assert read_lineage(Path("data/exports/llama-q8_0")) == before
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "granitemoehybrid"])
+def test_a_mixture_whose_experts_would_stay_as_they_are_is_not_quantized(model_type: str, tmp_path: Path) -> None:
+    config_of(model_type).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"{model_type} is not exported by bitsandbytes: .* its experts"):
+        quantized_folder.write_quantized(tmp_path, tmp_path / "export", "nf4")
 
 
 @pytest.mark.usefixtures("here")
@@ -211,4 +220,6 @@ def test_an_export_is_asked_beside_its_model() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_a_mixture_is_refused_by_a_format_that_leaves_its_experts_as_they_are() -> None:
-    assert "leaves the weights of its experts unquantized; export it with format: gguf" in refused("export", UNKNOWN)
+    assert "leaves the weights of its experts unquantized; format: gguf takes some mixtures" in refused(
+        "export", UNKNOWN
+    )
