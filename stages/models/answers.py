@@ -58,21 +58,26 @@ def find_turn(render: Render, probe: Messages, ends: Collection[str]) -> Turn:
     if not tail:
         raise ValueError(
             f"it writes {after!r} behind an answer, and {following!r} if another message follows; generation ends at "
-            f"{', '.join(sorted(ends))} alone, so the model never stops: set eos_token_id in generation_config.json"
+            f"{', '.join(sorted(ends)) or 'nothing'}; the model never stops: set eos_token_id in generation_config.json"
         )
     last = {"last_end": last_end or end, "after": after, "tail": tail}
     return Turn(lead=lead, end=end, **last, opens_thinking=opens_thinking)
 
 
 def training_text(render: Render, turn: Turn, messages: Messages) -> str:
-    """The text of an answered conversation, with an end of its last answer.
+    """The text of an answered conversation with an end of its last answer. It begins with that answer's prompt.
 
     If the prompt opens a block of thinking that the template leaves out, the answer continues it by its own thinking,
-    if it has some, and closes it: a model has the same prompt when it generates.
+    if it has some, and closes it. A text of last questions alone, as Mistral's system prompt is, stands before answers.
     """
+    prompt = render(messages[:-1], add_generation_prompt=True)
     text = render(messages).removesuffix(turn.after) + turn.tail
-    if not turn.opens_thinking or text.startswith(prompt := render(messages[:-1], add_generation_prompt=True)):
-        return text
+    if text.startswith(prompt):  # a line break could fuse with the one that ends a prompt (Qwen3 Thinking)
+        breaks = "\n" * (turn.opens_thinking and prompt.endswith("\n"))
+        return prompt + text.removeprefix(prompt).lstrip(breaks)
+    if not turn.opens_thinking:
+        header, _ = _split(render([*messages[:-1], _says(messages[-1], ANSWER)]), ANSWER, 2)
+        return prompt + turn.lead + text.removeprefix(header) if text.startswith(header) else text
     content = messages[-1]["content"]
     written = content if isinstance(content, str) else "".join(part["text"] for part in content)
     thought, _, answer = written.rpartition("</think>")

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from stages.core.errors import UserError
 from stages.internals.torch_internals import tree_leaves
 from stages.internals.transformers_internals import is_stateful
+from stages.models.load import library_errors
 
 PROBE_TOKENS, PROBE_VOCABULARY = 16, 64
 PROBE_SCALE = 20.0
@@ -65,6 +66,7 @@ def require_own_loss(model: PreTrainedModel) -> None:
         if getattr(head, "bias", None) is not None:
             stack.enter_context(patch.object(head, "bias", nn.Parameter(torch.zeros(PROBE_VOCABULARY))))
         stack.enter_context(patch.dict(vars(model)))  # TRL replaces its forward
+        stack.enter_context(library_errors(f"{kind} computes its logits otherwise than by a head on its backbone"))
         own = F.cross_entropy(forward_from(model, hidden).logits[0, :-1].float(), labels[0, 1:])
         add_fused_lm_head(model)
         trl = forward_from(model, hidden, labels=labels, fused_lm_head=True).loss

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,7 +181,8 @@ def library_errors(problem: str) -> Iterator[None]:
     except (MemoryError, UserError):
         raise
     except Exception as error:  # noqa: BLE001
-        raise UserError(f"{problem}: {' '.join(str(error).split()) or type(error).__name__}") from None
+        reason = shorten(str(error), 1_000, placeholder=" ...") or type(error).__name__
+        raise UserError(f"{problem}: {reason}") from None
 
 
 def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText | AutoModelForCausalLM]:

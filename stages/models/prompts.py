@@ -112,6 +112,8 @@ def load_processor(folder: Path, images: ImageParams | None, options: TemplateOp
     processor: Processor
     with library_errors(NO_MODEL.format(folder)):
         processor = tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+        if tokenizer.chat_template is None:
+            raise UserError(f"{folder} has no chat template; {PAGE} has one, and says where to put it")
         tokenizer.chat_template = with_options(tokenizer.get_chat_template(), options)
         if family.vision is not None:
             image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **offline)
@@ -120,7 +122,7 @@ def load_processor(folder: Path, images: ImageParams | None, options: TemplateOp
     for name in ("is_local", "local_files_only"):  # transformers would write them into a saved tokenizer_config.json
         tokenizer.init_kwargs.pop(name, None)
     if tokenizer.pad_token is None:  # Llama has none; masks and labels mark the padding
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = tokenizer.eos_token or next(map(tokenizer.decode, sorted(tokenizer.model_ends)), None)
     if images is not None and isinstance(processor, ProcessorMixin):
         processor.image_processor.size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
     return processor
@@ -244,6 +246,8 @@ def _answer_tokens(processor: Processor, text: str, conversation: Conversation, 
             if turn not in conversation.unlearnt:  # a token that begins before its answer is never generated
                 in_answer |= (start <= starts) & (starts < end) & (starts < ends)
         if _MARK.search(tokenizer.chat_template):
+            if not text.startswith(_render(tokenizer, messages).removesuffix(_turn(processor).after)):
+                raise ValueError("its marks ({% generation %}) are of another text than follows its prompts")
             marked = [(starts < end) & (ends > start) for start, end in _render(tokenizer, messages, marks=True)]
             in_answer &= torch.stack(marked).any(0)
     placeholder = getattr(processor, "image_token_id", None)
@@ -351,7 +355,7 @@ def _turn_by(processor: Processor, template: str) -> Turn:
     probe = _messages(processor, Conversation(sample_id="probe", messages=list(starmap(message, texts))))
     render = partial(_render, tokenizer)
     with library_errors(f"{_template_of(tokenizer)} cannot be used"):
-        turn = find_turn(render, probe, tokenizer.convert_ids_to_tokens(sorted(end_tokens(tokenizer))))
+        turn = find_turn(render, probe, [*filter(None, tokenizer.convert_ids_to_tokens(sorted(end_tokens(tokenizer))))])
         if _MARK.search(template):
             marks = _render(tokenizer, probe, marks=True)
             for _, end in answer_spans(render, turn, probe, training_text(render, turn, probe)):
@@ -365,14 +369,17 @@ def _turn_by(processor: Processor, template: str) -> Turn:
 
 def check_chat_template(folder: Path) -> None:
     """Raises UserError if the model's tokenizer cannot be loaded, or its chat template cannot render a conversation, or
-    the prompt for an ordinary answer is no beginning of the answered conversation, in text and in tokens."""
-    processor = load_processor(folder, None)
+    the prompt for an ordinary answer is no beginning of the answered conversation, in text and in (embedded) tokens."""
+    processor, rows = load_processor(folder, None), load_config(folder).get_text_config().vocab_size
     messages = [message(role, "You?") for role in ("user", "assistant", "user", "assistant")]
     for end in (2, 4):
         prompt, text = (
             rendered(processor, Conversation(sample_id="check", messages=messages[:n])) for n in (end - 1, end)
         )
         prompted, trained = tokenizer_of(processor)([prompt, text], add_special_tokens=False)["input_ids"]
+        if (last := max(*trained, tokenizer_of(processor).pad_token_id)) >= rows:
+            token = f"{tokenizer_of(processor).decode(last)!r}, number {last:,} of its tokenizer"
+            raise UserError(f"{folder} has {rows:,} embeddings, none of {token}: add them by resize_token_embeddings")
         if not text.startswith(prompt) or trained[: len(prompted)] != prompted:
             tokens = ", in tokens" * text.startswith(prompt)
             raise UserError(
@@ -404,13 +411,13 @@ def _not_carried(processor: Processor, conversation: Conversation) -> str | None
     for number, turn in enumerate(conversation.messages, start=1):
         pieces = [piece for part in turn["content"] for piece in _THINKING.split(part.get("text", ""))]
         for piece in pieces[-1:] if number - 1 in conversation.unlearnt else pieces:
-            if (place := text.find(piece.strip(), place)) < 0:
+            if (found := text.find(piece.strip(), place)) < 0:
                 return (
                     f"sample {conversation.sample_id}: the chat template of {base} leaves out or changes a part of "
                     f"message {number}, {shown(piece.strip())}; thinking may be in the last answer, or in an earlier "
                     "one with `weight: 0`"
                 )
-            place += len(piece.strip())
+            place = 0 if turn["role"] == "system" else found + len(piece.strip())  # it may stand in the last question
     return None
 
 

@@ -13,6 +13,7 @@ from stages.data.conversation import Conversation, message
 from stages.models.answers import ANSWER, NEXT, Messages, Turn, answer_spans, find_turn, training_text
 from stages.models.prompts import (
     OPTIONS,
+    check_carried,
     check_chat_template,
     encode,
     fuses_with_prompt,
@@ -219,6 +220,43 @@ def test_an_answer_with_a_first_token_that_fuses_with_the_prompt_is_counted_and_
     ]
     assert "fuses" not in summaries[0]
     assert summaries[1].endswith("in 2 the answer's first token fuses with the prompt and is not learnt")
+
+
+MISTRAL = """{% set system = messages[0].content if messages[0].role == 'system' %}{% for message in messages %}\
+{% if message.role == 'user' %}<|im_start|>{{ system + '\\n\\n' if system and loop.last }}{{ message.content }}\
+{% elif message.role == 'assistant' %}: START{{ message.content }}<|im_end|>END{% endif %}{% endfor %}"""
+"""Mistral 7B v0.3's and Nemo's place of a system prompt: in a question, if it comes last."""
+
+
+def test_a_system_prompt_in_the_question_that_comes_last_is_before_its_answer_too(tmp_path: Path) -> None:
+    plain = MISTRAL.replace("START", "").replace("END", "")
+    processor = load_processor(folder_with(plain, tmp_path), None)
+    asked = Conversation(sample_id="a", messages=talk("Be brief.", "Who?", "You.", "And he?", "Bob"))
+    check_carried(processor, [asked])
+    assert rendered(processor, asked) == (
+        "<|im_start|>Who?: You.<|im_end|><|im_start|>Be brief.\n\nAnd he?: Bob<|im_end|>"
+    )
+    batch = encode(processor, [asked], padding_side="right", mark_answers=True)
+    assert processor.decode(batch["input_ids"][batch["answers"]]) == ": You.<|im_end|>: Bob<|im_end|>"
+    marked = MISTRAL.replace("START", OPEN).replace("END", CLOSE)
+    processor = load_processor(folder_with(marked, tmp_path), None)
+    with pytest.raises(UserError, match=r"sample a: its marks \(.*\) are of another text than follows its prompts"):
+        encode(processor, [asked], padding_side="right", mark_answers=True)
+
+
+def test_an_answer_without_thinking_does_not_fuse_with_the_line_that_opens_it(tmp_path: Path) -> None:
+    """Qwen3 Thinking's prompt ends with a line break, and its template writes another. Two of them are one token."""
+    written = chatml("<think>\n\n</think>\n\n").replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    check_chat_template(folder_with(written, tmp_path))
+    processor = load_processor(tmp_path, None)
+    batch = encode(
+        processor,
+        [Conversation(sample_id="a", messages=talk("Who?", "You."))],
+        padding_side="right",
+        mark_answers=True,
+    )
+    assert processor.decode(batch["input_ids"][0]).count("<think>\n</think>") == 1
+    assert processor.decode(batch["input_ids"][batch["answers"]]) == "</think>\n\nYou.<|im_end|>"
 
 
 def test_options_and_dates_are_part_of_the_template_that_a_trained_model_is_saved_with() -> None:

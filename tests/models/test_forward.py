@@ -59,5 +59,13 @@ def test_a_class_without_sdpa_attends_by_its_own_and_no_language_model_is_refuse
         attention_of(config, "sdpa") for config in (config_of("gpt_oss"), config_of("mamba2"), config_for("qwen2"))
     ]
     assert found == ["eager", "eager", "sdpa"]
-    with pytest.raises(UserError, match=r"no model that can be loaded: Unrecognized configuration class .*T5Config"):
+    with pytest.raises(UserError, match=r"be loaded: Unrecognized configuration class .*T5Config") as refused:
         meta_model(AutoConfig.for_model("t5"))
+    assert len(str(refused.value)) < 1_200, "transformers lists all classes"
+
+
+@pytest.mark.parametrize("model_type", ["opt", "bert"])
+def test_logits_that_are_not_a_heads_on_a_backbone_are_refused(model_type: str) -> None:
+    model = meta_model(AutoConfig.for_model(model_type, num_hidden_layers=1))
+    with pytest.raises(UserError, match=f"{model_type} computes its logits otherwise than by a head on its backbone"):
+        require_own_loss(model)

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,16 @@ from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.data.conversation import Conversation, message
-from stages.models.prompts import count_tokens, encode, load_processor, require_answer_room, shortened
+from stages.models.prompts import (
+    check_chat_template,
+    count_tokens,
+    encode,
+    load_processor,
+    require_answer_room,
+    shortened,
+)
 from tests import ROOT
+from tests.tiny_families import save_tiny_family
 
 # Qwen2.5-7B-Instruct's template renders a message like this: it adds its content to a text.
 PLAIN_TEMPLATE = """\
@@ -31,6 +40,18 @@ def test_a_damaged_tokenizer_is_refused(file: str, content: str, tmp_path: Path)
     (tmp_path / file).write_text(content)
     with pytest.raises(UserError, match="is no model that can be loaded"):
         load_processor(tmp_path, None)
+
+
+def test_a_model_may_stop_at_tokens_that_its_tokenizer_does_not_name_or_have(tmp_path: Path) -> None:
+    save_tiny_family("llama", tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": None, "pad_token": None}))
+    processor = load_processor(tmp_path, None)
+    ends = processor.model_ends
+    assert processor.eos_token is None
+    assert processor.pad_token_id in ends
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ends, 999_999]}))
+    check_chat_template(tmp_path)
 
 
 @pytest.fixture
