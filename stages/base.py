@@ -7,6 +7,7 @@ Run     docker/run base vlm
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import short, write_lineage
 from stages.core.params import load_params
 from stages.data.hub import fetch_snapshot
-from stages.models.folders import MODEL_FILES, check_model_folder, copy_model_files
+from stages.models.folders import MODEL_FILES, check_model_folder, copy_model_files, read_json
 from stages.models.load import load_config, meta_model
 from stages.models.prompts import check_chat_template
 
@@ -40,6 +41,7 @@ def main(name: str) -> None:
             copy_model_files(Path(where), folder)
             source = {"folder": where}
         try:
+            drop_unused_code(folder / "config.json")
             check_model_folder(folder)
             config = load_config(folder)
             meta_model(config)
@@ -57,6 +59,17 @@ def main(name: str) -> None:
         size / 1e6,
         short(lineage.digest),
     )
+
+
+def drop_unused_code(path: Path) -> None:
+    """Leave out the names of code (`auto_map`) for a model that transformers has itself, such as Phi-3."""
+    from transformers import CONFIG_MAPPING
+
+    config = read_json(path) if path.exists() else None
+    if isinstance(config, dict) and str(config.get("model_type")) in CONFIG_MAPPING and config.pop("auto_map", None):
+        path.unlink()  # it may be a link to the hub's cache
+        path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+        log.warning("its own code (auto_map) is not used: transformers has a %s itself", config["model_type"])
 
 
 if __name__ == "__main__":

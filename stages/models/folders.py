@@ -52,7 +52,7 @@ def copy_model_files(source: Path, folder: Path, *, weights: bool = True, link: 
     Raises UserError if `source` is no folder.
     """
     if not source.is_dir():
-        raise UserError(f"base folder {source} does not exist")
+        raise UserError(f"base folder {source} {'is a file' if source.exists() else 'does not exist'}")
     left_out = {"lineage.json", "provenance.json"}
     used = weight_files(source) if weights else set()
     for path in given_files(source, *MODEL_FILES):
@@ -71,17 +71,17 @@ def _link(path: Path, target: Path) -> None:
 def check_model_folder(folder: Path, *, may_be_quantized: bool = False) -> None:
     """Raises UserError unless this is a loadable model: configuration, whole safetensors, no code of its own, and no
     adapter, and unless it may be, no quantization that transformers would apply unasked."""
+    if (folder / ADAPTER_CONFIG).exists():
+        raise UserError(
+            f"{folder} holds an adapter ({ADAPTER_CONFIG}), which transformers would apply without a warning; merge it "
+            "into the weights of its base (PEFT's merge_and_unload), or remove it and its weights"
+        )
     config = read_config(folder)
     for path in sorted(folder.glob("*.json")):
         found = read_json(path)
         _refuse_code(path, found)
         if path.name == INDEX_FILE and not _is_index(found):
             raise UserError(f"{path} is damaged: expected a weight_map, from weights to file names")
-    if (folder / ADAPTER_CONFIG).exists():
-        raise UserError(
-            f"{folder} holds an adapter beside the model ({ADAPTER_CONFIG}), which transformers would apply without a "
-            "warning; merge it into the weights, or remove it and its weights"
-        )
     is_quantized = any(key == "quantization_config" and value is not None for key, value in _settings(config))
     if is_quantized and not may_be_quantized:
         raise UserError(
@@ -99,7 +99,8 @@ def check_model_folder(folder: Path, *, may_be_quantized: bool = False) -> None:
             with safe_open(path, framework="numpy"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is damaged: {error}") from None
+            pointer = ", a pointer of Git LFS (git lfs pull fetches it)" * (path.stat().st_size < 200)
+            raise UserError(f"{path} is damaged{pointer}: {error}") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

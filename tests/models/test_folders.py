@@ -40,8 +40,9 @@ def test_only_a_models_own_files_are_copied(link: bool, tiny_vlm: Path, tmp_path
     with pytest.raises(UserError, match=r"vocab\.txt leads out of .*source"):
         copy_model_files(source, target, link=link)
     assert not (target / "vocab.txt").exists()
-    with pytest.raises(UserError, match=r"nowhere does not exist"):
-        copy_model_files(tmp_path / "nowhere", target)
+    for given, problem in (("nowhere", "does not exist"), ("source/config.json", "is a file")):
+        with pytest.raises(UserError, match=rf"{given} {problem}"):
+            copy_model_files(tmp_path / given, target)
 
 
 def without(name: str) -> Callable[[Path], None]:
@@ -63,8 +64,9 @@ def text(name: str, content: Any) -> Callable[[Path], object]:
         (text("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.T", 0]}}), "wants to run code of its own"),
         (text("config.json", {"attn_implementation": "somebody/kernel"}), "wants to run code from the hub"),
         (text("config.json", {"quantization_config": {"quant_method": "gptq"}}), "quantized already"),
-        (text("adapter_config.json", {"peft_type": "LORA"}), "holds an adapter beside the model"),
+        (text("adapter_config.json", {"peft_type": "LORA"}), "holds an adapter"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), "model.safetensors is damaged"),
+        (text("model.safetensors", "version https://git-lfs.github.com/spec/v1"), r"damaged, a pointer of Git LFS"),
         (text(INDEX, {"weight_map": {"a": "model-2-of-2.safetensors"}}), "lacks model-2-of-2.safetensors"),
     ],
 )

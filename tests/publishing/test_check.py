@@ -123,7 +123,7 @@ def test_an_unknown_file_is_refused_whoever_signs_it(copy: Path, name: str) -> N
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (put("adapter_config.json", "{}"), "adapter beside the model"),
+        (put("adapter_config.json", "{}"), "holds an adapter"),
         (put("config.json", '{"model_type": "qwen2_vl", "auto_map": {"AutoModel": "x.X"}}'), "run code of its own"),
         (lambda folder: (folder / "tokenizer.json").symlink_to("/etc/passwd"), "leads out of"),
         (lambda folder: (folder / "examples/x.png").symlink_to("/etc"), "leads out of"),
