@@ -337,9 +337,10 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int]) -> str:
-    """The text of a completion, special tokens kept, up to the first token that ends it."""
+    """The text of a completion up to the first end token, special tokens kept, without a lead (gpt-oss's channel)."""
     length = next((position for position, token in enumerate(ids) if token in ends), len(ids))
-    return tokenizer.decode(ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text.removeprefix(getattr(tokenizer, "answer_lead", ""))
 
 
 def complete_length(

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,8 +180,7 @@ def library_errors(problem: str) -> Iterator[None]:
     except (MemoryError, UserError):
         raise
     except Exception as error:  # noqa: BLE001
-        reason = shorten(str(error), 1_000, placeholder=" ...") or type(error).__name__
-        raise UserError(f"{problem}: {reason}") from None
+        raise UserError(f"{problem}: {' '.join(str(error)[:1_000].split()) or type(error).__name__}") from None
 
 
 def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText | AutoModelForCausalLM]:

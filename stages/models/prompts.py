@@ -125,6 +125,7 @@ def load_processor(folder: Path, images: ImageParams | None, options: TemplateOp
         tokenizer.pad_token = tokenizer.eos_token or next(map(tokenizer.decode, sorted(tokenizer.model_ends)), None)
     if images is not None and isinstance(processor, ProcessorMixin):
         processor.image_processor.size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
+    tokenizer.answer_lead = _turn(processor).lead
     return processor
 
 

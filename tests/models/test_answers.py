@@ -10,12 +10,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from stages.core.errors import UserError
 from stages.core.params.schema import TemplateOptions
 from stages.data.conversation import Conversation, message
+from stages.evaluation.generate import decoded
 from stages.models.answers import ANSWER, NEXT, Messages, Turn, answer_spans, find_turn, training_text
 from stages.models.prompts import (
     OPTIONS,
     check_carried,
     check_chat_template,
     encode,
+    end_tokens,
     fuses_with_prompt,
     load_processor,
     rendered,
@@ -257,6 +259,27 @@ def test_an_answer_without_thinking_does_not_fuse_with_the_line_that_opens_it(tm
     )
     assert processor.decode(batch["input_ids"][0]).count("<think>\n</think>") == 1
     assert processor.decode(batch["input_ids"][batch["answers"]]) == "</think>\n\nYou.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("written", "lead"),
+    [
+        (chatml("<|object_ref_start|>final: "), "<|object_ref_start|>final: "),  # as gpt-oss writes a channel
+        (chatml().partition("{% if add_generation_prompt")[0], "<|im_start|>assistant\n"),  # prompts without a header
+        (chatml(), ""),
+    ],
+    ids=["channel", "no header", "none"],
+)
+def test_a_completion_is_scored_without_what_the_template_writes_before_an_answer(
+    written: str, lead: str, tmp_path: Path
+) -> None:
+    processor = load_processor(folder_with(written, tmp_path), None)
+    asked = Conversation(sample_id="a", messages=talk("Who?", "You."))
+    batch = encode(processor, [asked], padding_side="right", mark_answers=True)
+    learnt = batch["input_ids"][batch["answers"]].tolist()
+    assert processor.decode(learnt) == f"{lead}You.<|im_end|>"
+    assert decoded(processor, learnt, end_tokens(processor)) == "You."
+    assert decoded(processor, learnt[-2:], end_tokens(processor)) == processor.decode(learnt[-2:-1])
 
 
 def test_options_and_dates_are_part_of_the_template_that_a_trained_model_is_saved_with() -> None:
