@@ -24,7 +24,7 @@ class Turn:
     """A chat template's own text around an answer, equal in all conversations."""
 
     lead: str
-    """Text before an answer that its prompt does not have, such as a space."""
+    """Text before an answer that its prompt does not have, such as a space, or the end of a block of thinking."""
     end: str
     """Text from an earlier answer through the token that ends it; empty if the template writes none there (gpt-oss)."""
     last_end: str
@@ -49,7 +49,8 @@ def find_turn(render: Render, probe: Messages, ends: Collection[str]) -> Turn:
     _, between, after = _split(whole, ANSWER, 3)
     header = whole[: whole.rindex(ANSWER)]
     opens_thinking = prompt.rstrip().endswith("<think>")
-    lead = header.removeprefix(prompt) if header.startswith(prompt) else ""
+    lead = header.removeprefix(prompt) if header.startswith(prompt) else "</think>\n\n"
+    lead = lead.lstrip("\n" * (opens_thinking and prompt.endswith("\n")))  # as in training_text
     if not (header.startswith(prompt) or opens_thinking):
         raise ValueError(f"it prompts a model with {prompt!r}, which is no beginning of {whole!r}, with the answer")
     following, _ = _split(between, NEXT, 2)

@@ -173,6 +173,10 @@ def chatml(start: str = "", middle: str = "", end: str = "") -> str:
     return CHATML.replace("START", start).replace("MIDDLE", middle).replace("END", end)
 
 
+def prompts_thinking(start: str = "") -> str:
+    return chatml(start).replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+
+
 @pytest.mark.parametrize(
     ("written", "problem"),
     [
@@ -248,8 +252,7 @@ def test_a_system_prompt_in_the_question_that_comes_last_is_before_its_answer_to
 
 def test_an_answer_without_thinking_does_not_fuse_with_the_line_that_opens_it(tmp_path: Path) -> None:
     """Qwen3 Thinking's prompt ends with a line break, and its template writes another. Two of them are one token."""
-    written = chatml("<think>\n\n</think>\n\n").replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
-    check_chat_template(folder_with(written, tmp_path))
+    check_chat_template(folder_with(prompts_thinking("<think>\n\n</think>\n\n"), tmp_path))
     processor = load_processor(tmp_path, None)
     batch = encode(
         processor,
@@ -266,9 +269,11 @@ def test_an_answer_without_thinking_does_not_fuse_with_the_line_that_opens_it(tm
     [
         (chatml("<|object_ref_start|>final: "), "<|object_ref_start|>final: "),  # as gpt-oss writes a channel
         (chatml().partition("{% if add_generation_prompt")[0], "<|im_start|>assistant\n"),  # prompts without a header
+        (prompts_thinking(), "</think>\n\n"),
+        (prompts_thinking("<think>\n\n</think>\n\n"), "</think>\n\n"),
         (chatml(), ""),
     ],
-    ids=["channel", "no header", "none"],
+    ids=["channel", "no header", "thinking left out", "thinking", "none"],
 )
 def test_a_completion_is_scored_without_what_the_template_writes_before_an_answer(
     written: str, lead: str, tmp_path: Path
