@@ -243,9 +243,18 @@ def test_darknets_lists_of_images_are_refused_with_the_setting_in_their_place(tm
     write(folder / "valid.txt", "data/obj_valid_data/c.png\n")
     message = refusal(folder, "yolo")
     assert "valid.txt may list the images of a split, which is not read; name them in `splits`" in message
-    named = {"train": "obj_train_data/*.png", "val": "obj_valid_data/*.png"}
-    prepare("detection", f"folder:{folder}", out_dir=tmp_path / "out", reader=Reader(category=None), splits=named)
+    out: dict[str, Any] = {"out_dir": tmp_path / "out", "reader": Reader(category=None)}
+    named = {"val": "obj_valid_data/*.png"}
+    with pytest.raises(UserError, match=r"no split: obj_train_data/a.png, .*\n.*\nName those of each split"):
+        prepare("detection", f"folder:{folder}", splits=named, **out)
+    prepare("detection", f"folder:{folder}", splits={"train": "obj_train_data/*.png", **named}, **out)
     assert [record.image_id for record in read_split(tmp_path / "out", "val")] == ["c"]
+
+
+def test_a_list_beside_folders_that_say_the_splits_is_none_of_images(tmp_path: Path) -> None:
+    folder = write_samples(tmp_path / "in", "yolo", {"train": ["a"], "val": ["b"], "more": ["c"]})
+    write(folder / "val.txt", "a note\n")
+    assert {split: len(rows) for split, rows in read(folder, "yolo")[1].items()} == {"train": 1, "val": 1}
 
 
 def test_one_fault_of_many_files_is_one_message(tmp_path: Path) -> None:

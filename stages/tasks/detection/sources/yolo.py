@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 from stages.core.errors import UserError, pluralize
 from stages.core.records import read_settings
 from stages.data.folder import Folder
-from stages.data.sources import READ_ON, SPLIT_WORDS, Place
+from stages.data.sources import READ_ON, SPLIT_WORDS, VALIDATION, Place
 from stages.data.texts import EmptyText, composed
 from stages.tasks.detection.sources.rows import BoxForm, NamedBox
 from stages.tasks.detection.sources.splits import RawSample, Splits, folder_splits, row_of
@@ -78,10 +78,10 @@ def read(folder: Folder) -> Splits:
     else:
         splits = folder.by_split(folder.images, of_samples=True)
         lists = [path for stem, path in texts.items() if SPLIT_WORDS.get(stem, "train") != "train"]
-        if splits.get(None) and lists:
+        if lists and splits.get(None) and not any(splits.get(split) for split in VALIDATION):
             raise UserError(
                 f"{folder.root}: {', '.join(lists)} may list the images of a split, which is not read; name them in "
-                f"`splits` of the dataset in params.yaml, as {{val: PATTERN}}; {READ_ON}"
+                f"`splits` of the dataset in params.yaml, as {{train: PATTERN, val: PATTERN}}; {READ_ON}"
             )
     names = dict(enumerate(data.names)) if isinstance(data.names, list) else data.names
     known = set(folder.files)
