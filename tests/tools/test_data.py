@@ -13,12 +13,14 @@ from ruamel.yaml import YAML
 
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams, SplitParams
 from stages.core.tasks import load_task
+from stages.data.folder import Folder
 from stages.data.prepared import prepare
 from tests import ROOT
 from tests.data.images import png
 from tests.stage_runs import read_params, write_params, write_workspace
 from tests.tasks.detection.written import PHOTOS, WRITERS, Photo
 from tools.data.__main__ import main
+from tools.data.conversations import conversations
 
 
 @pytest.fixture
@@ -274,6 +276,14 @@ def test_json_lines_beside_photographs_are_no_conversations(workspace: Path) -> 
     WRITERS["coco"](workspace / "photos", PHOTOS)
     (workspace / "photos/results.jsonl").write_text('{"image_id": 1, "score": 0.5}\n')
     assert "task: detection" in run("photos").stdout
+
+
+def test_photographs_alone_are_known_without_a_look_into_each_annotation(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WRITERS["voc"](workspace / "photos", PHOTOS)
+    monkeypatch.setattr(Folder, "with_content", None)
+    assert conversations("folder:photos") is None
 
 
 @pytest.mark.parametrize("spoilt", [False, True])

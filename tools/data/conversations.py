@@ -39,12 +39,14 @@ def conversations(source: str) -> tuple[DatasetParams, str] | None:
     forms = {path: form for path, row in rows.items() if row and (form := form_of(row))}
     if not forms:
         files, expected = Folder(folder, SplitParams()), ", or ".join(map(str, FORMS))
-        if any(form.annotation_files(files) for form in IMAGE_FORMS.values()):
+        others = [(path, row) for path, row in rows.items() if row == {} or (row and path.suffix != ".json")]
+        photos = files.images and not others  # its annotations, a file an image, take long to look for
+        if photos or any(form.annotation_files(files) for form in IMAGE_FORMS.values()):
             return None
-        for path, row in ((path, row) for path, row in rows.items() if path.suffix != ".json" or row == {}):
+        for path, row in others:
             if row == {}:
                 return DatasetParams(task="chat", source=source, splits=_splits(folder, [path])), ""
-            if row and not (path.suffix == ".parquet" and "box" in "".join(column_names(read_schema(path))).lower()):
+            if not (path.suffix == ".parquet" and "box" in "".join(column_names(read_schema(path))).lower()):
                 keys = cut(", ".join(key for key, value in row.items() if is_set(value)))
                 raise UserError(f"{path} has {keys} in a row; expected {expected}. Rename them; {READ_ON}")
         if not files.images and not files.with_suffix(".parquet"):
