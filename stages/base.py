@@ -63,10 +63,13 @@ def main(name: str) -> None:
 
 def drop_unused_code(path: Path) -> None:
     """Leave out the names of code (`auto_map`) for a model that transformers has itself, such as Phi-3."""
-    from transformers import CONFIG_MAPPING
+    import transformers
 
     config = read_json(path) if path.exists() else None
-    if isinstance(config, dict) and str(config.get("model_type")) in CONFIG_MAPPING and config.pop("auto_map", None):
+    if not isinstance(config, dict) or str(config.get("model_type")) not in transformers.CONFIG_MAPPING:
+        return
+    classes, known = config.get("architectures"), {name.lower() for name in dir(transformers)}  # MPT is Mpt there
+    if isinstance(classes, list) and {str(name).lower() for name in classes} <= known and config.pop("auto_map", None):
         path.unlink()  # it may be a link to the hub's cache
         path.write_text(json.dumps(config, indent=2), encoding="utf-8")
         log.warning("its own code (auto_map) is not used: transformers has a %s itself", config["model_type"])

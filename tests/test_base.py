@@ -77,18 +77,27 @@ def test_a_base_without_a_chat_template_takes_that_of_the_docs(tmp_path: Path, m
     assert processor.decode(batch["input_ids"][batch["answers"]]) == " You.<|im_end|>"
 
 
-@pytest.mark.parametrize(("model_type", "known"), [("qwen2", True), ("internlm2", False)])
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "known"),
+    [
+        ("qwen2", "Qwen2ForCausalLM", True),
+        ("qwen2", "QWen2ForCausalLM", True),
+        ("qwen2", "OwnForCausalLM", False),
+        ("internlm2", "Qwen2ForCausalLM", False),
+    ],
+)
 def test_code_of_a_model_that_transformers_has_is_left_out(
-    model_type: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, architecture: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(ROOT / "data/tiny/qwen2", tmp_path / "my model")
-    config = CONFIG | {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_own.Config"}}
+    plain = CONFIG | {"model_type": model_type, "architectures": [architecture]}
+    config = plain | {"auto_map": {"AutoConfig": "configuration_own.Config"}}
     (tmp_path / "my model/config.json").write_text(json.dumps(config))
     code, output = base("llm", "my model", tmp_path, monkeypatch)
     assert json.loads((tmp_path / "my model/config.json").read_text()) == config
     assert (code == 0) == known
     if known:
         assert "its own code (auto_map) is not used: transformers has a qwen2 itself" in output
-        assert json.loads((tmp_path / "data/bases/llm/config.json").read_text()) == CONFIG
+        assert json.loads((tmp_path / "data/bases/llm/config.json").read_text()) == plain
     else:
         assert "wants to run code of its own (auto_map)" in output
