@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def test_every_other_key_of_a_message_and_of_a_part_is_refused(tmp_path: Path, u
     parts = [
         {**part, "cache_control": "x"},
         {"type": "image", "text": "a.png"},
-        {"type": "image_url", "image_url": "x"},
+        {"type": "file", "file": "x"},
     ]
     answer = {**ANSWER, "content": [part]}
     rows += [{"messages": [{"role": "user", "content": [each]}, answer]} for each in parts]
@@ -321,6 +322,13 @@ def test_a_table_with_a_column_twice_is_refused(tmp_path: Path) -> None:
 
 
 CAT, DOG = png(), png((20, 220, 20))
+
+
+def shown_by(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{**USER, "content": [*parts, {"type": "text", "text": "What?"}]}, ANSWER]}
+
+
+IN_PART = {"type": "image", "image": "p/cat.png"}
 PLACED: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]]]] = {
     "LLaMA-Factory": (
         {
@@ -341,6 +349,22 @@ PLACED: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]]]] = {
         {"query": "<image>", "response": "A cat.", "images": ["p\\cat.png"]},
         [("p\\cat.png", 0, 0)],
     ),
+    **{
+        f"in a part of {of}": (shown_by(part), [(name, 0, 0)])
+        for of, name, part in (
+            ("Qwen", "file:///home/someone/p/cat.png", {**IN_PART, "image": "file:///home/someone/p/cat.png"}),
+            ("transformers", "p/cat.png", {"type": "image", "path": "p/cat.png"}),
+            (
+                "OpenAI",
+                "https://example.org/cat.png",
+                {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}},
+            ),
+        )
+    },
+    "in the row itself": (
+        shown_by({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(CAT).decode()}"}}),
+        [("image 1", 0, 0)],
+    ),
     "after a system prompt": (
         {"instruction": "<image>", "output": "A cat.", "system": "Be brief.", "images": ["p/cat.png"]},
         [("p/cat.png", 1, 0)],
@@ -359,9 +383,29 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
         )
         for place in ("<video>", "<bbox>", "<IMAGE>", "<image_1>", "<image 1>", "<image_placeholder>")
     },
-    "in the row itself": (
+    "no base64": (
         {"prompt": "What?", "completion": "A cat.", "image": "data:image/png;base64,iVBO/p/cat.png"},
-        "image 1: found 'data:image/png;base64,iVBO/p/cat.png', expected the path of a file",
+        "image 1: found 'data:image/png;base64,iVBO/p/cat.png', expected base64",
+    ),
+    "in a part and in the row": (
+        {**shown_by(IN_PART), "images": ["p/cat.png"]},
+        "parts of messages hold images beside the row",
+    ),
+    "in a part and in the text": (
+        {"messages": [*shown_by(IN_PART)["messages"], {**USER, "content": "<image>"}, ANSWER]},
+        "parts of messages hold images beside <image>",
+    ),
+    "in one part of two": (
+        shown_by(IN_PART, {"type": "image"}),
+        "2 places of an image, but 1 image",
+    ),
+    "with more in its part": (
+        shown_by({**IN_PART, "max_pixels": 50176}),
+        "a part in which max_pixels is set",
+    ),
+    "in detail": (
+        shown_by({"type": "image_url", "image_url": {"url": "p/cat.png", "detail": "low"}}),
+        "expected the path of a file",
     ),
     "of the assistant": (
         {"prompt": "What?", "completion": "<image>", "image": "p/cat.png"},

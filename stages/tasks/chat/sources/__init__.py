@@ -1,12 +1,13 @@
 """Conversations in the forms of `forms.FORMS`: JSON Lines, arrays of JSON or parquet.
 
 Images are in `images`, or one in `image`, with a part of the type `image` in a content, or `<image>` in a text, for
-each. Without these, images come before the first of the user's texts, as in TRL
+each; or all in such parts. Without places, images come before the first of the user's texts, as in TRL
 (trl.data_utils.prepare_multimodal_messages).
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections import Counter
@@ -139,9 +140,14 @@ def _in_table(value: Any) -> tuple[str, bytes]:
 
 
 def _in_folder(value: Any, *, folder: Folder, near: str) -> tuple[str, bytes]:
-    if not isinstance(value, str) or not value or value.startswith("data:"):
+    if not isinstance(value, str) or not value:
         raise UserError(f"found {shown(value)}, expected the path of a file")
-    return value, folder.image(value, near=near)[1]
+    if not value.startswith("data:"):
+        return value, folder.image(value, near=near)[1]
+    try:
+        return "", base64.b64decode(value.partition(";base64,")[2], validate=True)
+    except ValueError as error:
+        raise UserError(f"found {shown(value)}, expected base64: {error}") from None
 
 
 def _sample(place: Place, row: Mapping[str, Any], reader: Reader, unread: Counter[str], fetch: Fetch) -> Sample[Record]:
@@ -151,8 +157,10 @@ def _sample(place: Place, row: Mapping[str, Any], reader: Reader, unread: Counte
     grouped = {key: content.pop(key) for key in [reader.group] if key in content}
     parsed, group = parse_conversation(content), next(iter(grouped.values()), "")
     unread.update(unread_keys(content))
-    positions = () if isinstance(parsed, list) else parsed.image_positions
-    shown_images, problems = _read_images(images_of(content), positions, fetch, reader.max_image_pixels)
+    images, positions = (
+        (images_of(content), ()) if isinstance(parsed, list) else (parsed.images, parsed.image_positions)
+    )
+    shown_images, problems = _read_images(images, positions, fetch, reader.max_image_pixels)
     if reader.group and not grouped:
         problems.append(f"no {reader.group!r}, which is the dataset's reader.group; found {cut(', '.join(content))}")
     elif not isinstance(group, str | int) or (grouped and group == ""):

@@ -25,6 +25,8 @@ ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": 
 LEARNT = ("weight", "loss_weight", "train", "loss")
 """Keys of a turn that say whether it is learnt, 1 or 0: OpenAI's, LLaMA-Factory's, axolotl's, ms-swift's."""
 
+PART_IMAGES = ("image", "path", "url", "image_url")
+"""Keys of a part of a content that holds its image itself: Qwen's, transformers' and OpenAI's."""
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Keys of the thinking before an assistant's answer: DeepSeek's, vLLM's, gpt-oss's."""
 
@@ -104,11 +106,15 @@ class Turn(NamedTuple):
     message: Message
     offsets: Sequence[int] = ()
     """Characters before each image of the message."""
+    images: Sequence[Any] = ()
+    """Images within its parts."""
     learnt: bool = True
 
 
 class ParsedConversation(NamedTuple):
     messages: tuple[Message, ...]
+    images: tuple[Any, ...]
+    """Values that stand for images, of the row or else of its messages' parts."""
     image_positions: tuple[tuple[int, int], ...]
     """(message, offset) of each image: the message that shows it, counted from 0, and the characters before it."""
     unlearnt: tuple[int, ...]
@@ -154,7 +160,7 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
     # LLaMA-Factory writes an empty list of tools as a text.
     if refused := [key for key in keys if content[key] != "[]" and _meaning(key)]:
         return [_refusal(*same) for _, same in groupby(sorted(refused, key=_meaning), _meaning)]
-    form, count, problems = form_of(content), len(images_of(content)), list[str]()
+    form, images, problems = form_of(content), images_of(content), list[str]()
     if form is None:
         named = cut(", ".join(dotted([key]) for key in keys)) or "nothing"
         return [f"no conversation: found {named}, expected {', or '.join(map(str, FORMS))}"]
@@ -165,9 +171,12 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
     turns = [
         turn
         for name, value in _sections(content, form)
-        for turn in _turns(name, value, problems, placeholders=count > 0)
+        for turn in _turns(name, value, problems, placeholders=images != [])
     ]
-    messages = tuple(turn.message for turn in turns)
+    messages, held = tuple(turn.message for turn in turns), [image for turn in turns for image in turn.images]
+    if held and (images or any(PLACEHOLDER in message.content for message in messages)):
+        problems.append(f"parts of messages hold images beside {'the row' if images else PLACEHOLDER}")
+    count = len(images := images or held)
     positions = [(number, offset) for number, turn in enumerate(turns) for offset in turn.offsets]
     if count and not positions:
         positions = [(next((at for at, each in enumerate(messages) if each.role == "user"), 0), 0)] * count
@@ -181,7 +190,7 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
     unlearnt = tuple(number for number, turn in enumerate(turns) if not turn.learnt)
     if not problems and len(unlearnt) == sum(message.role == "assistant" for message in messages):
         problems = ["no turn is to be learnt"]
-    return problems or ParsedConversation(messages, tuple(positions), unlearnt)
+    return problems or ParsedConversation(messages, tuple(images), tuple(positions), unlearnt)
 
 
 def _refusal(*keys: str, where: str = "") -> str:
@@ -232,7 +241,7 @@ def _turns(name: str, value: Any, problems: list[str], *, placeholders: bool) ->
         role = ROLES.get(str(named), str(named))
         if str(named) not in ROLES:
             problems.append(f"{where} has the role {shown(named)}, expected one of {', '.join(ROLES)}")
-        text, offsets, wrong = _text(content, placeholders=placeholders)
+        text, offsets, images, wrong = _text(content, placeholders=placeholders)
         thoughts = {each for key in THINKING if isinstance(each := message.get(key), str) and each.strip()}
         thinks = role == "assistant" and len(thoughts) == 1 and not text.lstrip().startswith("<think>")
         text = f"<think>\n{thoughts.pop().strip()}\n</think>\n\n{text}" if thinks else text
@@ -244,29 +253,33 @@ def _turns(name: str, value: Any, problems: list[str], *, placeholders: bool) ->
             problems.append(f"{where} has {shown(flags)}, expected 1 or true to learn it, 0 or false not to")
         elif role != "assistant" and any(flags.values()):
             problems.append(f"{where} has {shown(flags)}, but only the assistant's turns are learnt")
-        yield Turn(Message(role, text), offsets, all(flags.values()) or role != "assistant")
+        yield Turn(Message(role, text), offsets, images, all(flags.values()) or role != "assistant")
 
 
-def _text(content: Any, *, placeholders: bool) -> tuple[str, list[int], list[str]]:
-    """The text of a content, which may be in parts, the offsets of images in it, and its problems."""
-    text, offsets = "", []
+def _text(content: Any, *, placeholders: bool) -> tuple[str, list[int], list[Any], list[str]]:
+    """The text of a content, which may be in parts, the offsets of images in it, those that it holds, its problems."""
     if not isinstance(content, str | list) or content == []:
-        return "", [], [f"has the content {shown(content)}, expected text or parts of it"]
-    problems = []
+        return "", [], [], [f"has the content {shown(content)}, expected text or parts of it"]
+    text, offsets, images, problems = "", list[int](), list[Any](), list[str]()
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         kind, inner = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-        own = ("type", "text") if kind == "text" else ("type",)
-        if kind == "image":
+        own = ["type", "text"] if kind == "text" else ["type"]
+        if kind in ("image", "image_url"):
+            own += [key for key in PART_IMAGES if is_set(part.get(key))][:1]
+            image = part.get(own[-1])
+            if isinstance(image, dict) and [key for key, value in image.items() if is_set(value)] == ["url"]:
+                image = image["url"]
             offsets.append(len(text))
+            images += [image] * (len(own) - 1)
         elif kind != "text" or not isinstance(inner, str):
-            problems.append(f"has the part {shown(part)}, expected a text or the place of an image")
+            problems.append(f"has the part {shown(part)}, expected a text or an image")
             continue
         unread = [key for key in part if key not in own and is_set(part[key])]
         problems += [_refusal(key, where="has a part in which ") for key in unread]
         for index, piece in enumerate((inner or "").split(PLACEHOLDER) if placeholders else [inner or ""]):
             offsets += [len(text)] * (index > 0)
             text += piece
-    return text, offsets, problems
+    return text, offsets, images, problems
 
 
 def _text_problems(messages: Sequence[Message], with_images: set[int]) -> list[str]:
