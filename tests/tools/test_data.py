@@ -18,6 +18,7 @@ from stages.data.prepared import prepare
 from tests import ROOT
 from tests.data.images import png
 from tests.stage_runs import read_params, write_params, write_workspace
+from tests.tasks import write_lines
 from tests.tasks.detection.written import PHOTOS, WRITERS, Photo
 from tools.data.__main__ import main
 from tools.data.conversations import conversations
@@ -245,6 +246,18 @@ def test_a_folder_without_images_says_what_files_of_conversations_are(workspace:
     output = run("talks").output
     assert f"talks has neither conversations nor images: it holds 1 .{name.rpartition('.')[2].lower()} file" in output
     assert "Expected .jsonl, .json or .parquet files, each object or row with messages, or conversations" in output
+
+
+def test_conversations_that_the_model_at_hand_does_not_take_are_proposed(workspace: Path) -> None:
+    (workspace / "talks").mkdir()
+    (workspace / "talks/a.png").write_bytes(png())
+    rows = ({"prompt": f"Who is {name}?", "completion": "You.", "image": "a.png"} for name in "abcdefghijkl")
+    write_lines(workspace / "talks/train.jsonl", *rows)
+    proposed = run("talks")
+    assert proposed.exit_code == 0, proposed.output
+    assert re.search(r"tokens +not counted: sample train.jsonl:1 has images, and .* is a text model", proposed.output)
+    assert "source: folder:talks\n" in proposed.output
+    assert run("talks", "--recipe", "chat-lora").exit_code == 1
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,12 @@ def main(
     lines = [("source", chosen.source), *([("form", forms)] if forms else []), *figures(stats, splits)]
     if chosen.task == "detection":
         lines += image_figures(stats, splits)
-    shown, sample = as_trained(params, name, chosen.task, recipe, splits)
+    try:
+        shown, sample = as_trained(params, name, chosen.task, recipe, splits)
+    except UserError as error:  # as of images, if the profile's base is a text model: the folder may be for another
+        if source is None or recipe is not None:
+            raise
+        shown, sample = [("tokens", f"not counted: {error.message}")], ""
     lines += shown
     invalid = [each for split in stats["splits"].values() for each in split["invalid"]]
     problems = folded((place_of(each), each["problem"]) for each in invalid)
