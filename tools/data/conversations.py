@@ -29,7 +29,7 @@ HIDDEN = re.compile(r"\.|__MACOSX").match
 
 def conversations(source: str) -> tuple[DatasetParams, str] | None:
     """The dataset of a folder, and a line on the form of each file, empty for a file that is empty or broken, which
-    `prepare` refuses by line; None for a folder without a conversation that has images.
+    `prepare` refuses by line; None for a folder of images without a conversation.
 
     Raises UserError for JSON Lines, or a table without boxes, of another form, and for a folder without any images too.
     """
@@ -78,8 +78,12 @@ def _typical_row(path: Path) -> Mapping[str, Any] | None:
 
 
 def _typical(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    some = list(islice(rows, FIRST))
-    return next(filter(form_of, some), some[0] if some else None)
+    first = None
+    for row in islice(rows, FIRST):  # which may hold images
+        if form_of(row):
+            return row
+        first = first or row
+    return first
 
 
 def _splits(folder: Path, paths: list[Path]) -> SplitParams:
