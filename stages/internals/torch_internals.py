@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -146,12 +146,10 @@ def foreach_takes(kind: type[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def foreach_on_cpu() -> Iterator[None]:
-    """Optimizers take their many-tensors-at-once form on a CPU by default, as they do on CUDA."""
+def foreach_on_cpu() -> AbstractContextManager[Any]:
+    """In the block optimizers take their many-tensors-at-once form on a CPU by default, as they do on CUDA."""
     devices = optimizer._get_foreach_kernels_supported_devices  # type: ignore[attr-defined]
-    with patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices(), "cpu"]):
-        yield
+    return patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices(), "cpu"])
 
 
 @contextmanager

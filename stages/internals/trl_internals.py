@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,12 +19,10 @@ def has_triton() -> bool:
     return bool(chunked_logprob._TRITON_AVAILABLE)
 
 
-@contextmanager
-def scoring_answers_only() -> Iterator[None]:
-    """The fused loss scores tokens with a label alone on every device, as on a GPU; on a CPU it would score them all
+def scoring_answers_only() -> AbstractContextManager[Any]:
+    """In the block the fused loss scores tokens with a label alone, as on a GPU; on a CPU it would score them all
     (trl/trainer/utils.py: a compiler may want one shape, but nothing is compiled here)."""
-    with patch.object(trl_trainer, "_use_triton", lambda _: True):
-        yield
+    return patch.object(trl_trainer, "_use_triton", lambda _: True)
 
 
 def launch_where_tensors_are() -> None:
@@ -91,25 +90,17 @@ def _add_in_place(total: torch.Tensor, rows: torch.Tensor, others: torch.Tensor)
     torch.addmm(total, rows, others, out=total)
 
 
-class _NoTriton:
-    @staticmethod
-    def cdiv(number: int, step: int) -> int:
-        return -(-number // step)
-
-
-@contextmanager
-def loss_allocates_as_on_gpu() -> Iterator[None]:
-    """On CPU tensors the fused loss allocates what it does on a GPU, and computes nothing.
+def loss_allocates_as_on_gpu() -> AbstractContextManager[Any]:
+    """In the block the fused loss of CPU tensors allocates what it does on a GPU, and computes nothing.
 
     There Triton scores a tile of logits in place; elsewhere many steps take a tile each. Triton need not be installed.
     """
-    with ExitStack() as stack:
-        for name, value in (
-            ("_forward_kernel", NoKernel()),
-            ("_backward_kernel", NoKernel()),
-            ("_addmm_fp32", _add_in_place),
-            ("_use_triton", lambda _: True),
-            ("triton", _NoTriton),
-        ):
-            stack.enter_context(patch.object(chunked_logprob, name, value, create=True))
-        yield
+    return patch.multiple(
+        chunked_logprob,
+        create=True,
+        _forward_kernel=NoKernel(),
+        _backward_kernel=NoKernel(),
+        _addmm_fp32=_add_in_place,
+        _use_triton=lambda _: True,
+        triton=SimpleNamespace(cdiv=lambda *_: 0),  # sizes of grids
+    )

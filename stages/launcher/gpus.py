@@ -19,6 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import psutil
+import pynvml
 
 from stages.core.errors import UserError, bytes_text, pluralize
 from stages.core.locks import try_lock
@@ -65,8 +66,6 @@ def read_gpus() -> tuple[Gpu, ...]:
 
     Raises UserError if there is a driver that does not work.
     """
-    import pynvml
-
     try:
         with _nvml():
             gpus = [_read_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -79,8 +78,6 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 def driver_version() -> str | None:
     """The version of NVIDIA's driver, e.g. "580.95.05"; None if there is none."""
-    import pynvml
-
     try:
         with _nvml():
             return str(pynvml.nvmlSystemGetDriverVersion())
@@ -107,8 +104,6 @@ def device_files(gpus: Sequence[Gpu]) -> list[Path]:
 
 @contextmanager
 def _nvml() -> Iterator[None]:
-    import pynvml
-
     pynvml.nvmlInit()
     try:
         yield
@@ -118,8 +113,6 @@ def _nvml() -> Iterator[None]:
 
 def _read_gpu(index: int) -> Gpu | None:
     """None for a GPU that the driver has lost."""
-    import pynvml
-
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         # Version 1 counts the hundreds of MiB that the driver reserves as used.

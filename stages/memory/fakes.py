@@ -5,8 +5,8 @@ They allocate what the real ones do, keep it as long, and compute nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -136,14 +136,12 @@ def fake_dequantization() -> AbstractContextManager[Any]:
 # --- Liger's kernels (liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, 0.8.5), without Triton or Liger
 
 
-@contextmanager
-def fake_kernels(multiprocessors: int) -> Iterator[None]:
+def fake_kernels(multiprocessors: int) -> AbstractContextManager[Any]:
     """Models that are given fused kernels (`kernels.fused_kernels`) within the block allocate what those would.
 
     multiprocessors: of the GPU; as many sums of a norm's weight are added up at once.
     """
-    with patch.multiple(kernels, fuse_layers=partial(_fuse_layers, multiprocessors=multiprocessors), rotated=_rotated):
-        yield
+    return patch.multiple(kernels, fuse_layers=partial(_fuse_layers, multiprocessors=multiprocessors), rotated=_rotated)
 
 
 def _fuse_layers(model: PreTrainedModel, *, multiprocessors: int) -> None:
@@ -153,7 +151,7 @@ def _fuse_layers(model: PreTrainedModel, *, multiprocessors: int) -> None:
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, module, multiprocessors)
     for layer in decoder.layers if kernels.has_mlps(decoder) else ():
-        layer.mlp.forward = partial(_fused_mlp if hasattr(layer.mlp, "gate_up_proj") else _mlp, layer.mlp)
+        layer.mlp.forward = partial(_mlp, layer.mlp)
 
 
 def _norm(norm: nn.Module, multiprocessors: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -162,11 +160,9 @@ def _norm(norm: nn.Module, multiprocessors: int, hidden: torch.Tensor) -> torch.
 
 
 def _mlp(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
+    if hasattr(mlp, "gate_up_proj"):
+        return mlp.down_proj(_Gated.apply(*mlp.gate_up_proj(hidden).chunk(2, dim=-1)))
     return mlp.down_proj(_Gated.apply(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
-
-
-def _fused_mlp(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return mlp.down_proj(_Gated.apply(*mlp.gate_up_proj(hidden).chunk(2, dim=-1)))
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -202,10 +202,8 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
     uneven = any(len({*map(repr, values)}) > 1 for values in per_layer(settings).values())
     if uneven or layers_differ(config) or text <= few or 0 < vision <= SHALLOW:
         return [(text, vision)]
-    if fed:
+    if fed or not vision:
         return [(few, vision), (few + 1, vision)]
-    if not vision:
-        return [(SHALLOW, 0), (SHALLOW + 1, 0)]
     return [(SHALLOW, SHALLOW), (SHALLOW + 1, SHALLOW), (SHALLOW, SHALLOW + 1)]
 
 

@@ -144,17 +144,13 @@ def one_batch_trainer(
 
 
 def fill_optimizer_state(trainer: RecipeTrainer) -> None:
-    """Make the optimizer and its state, by a step with learning rate 0."""
+    """Make the optimizer and its state, by a step with gradients of 0."""
     optimizer = trainer.create_optimizer()
-    rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 def mark_phases(trainer: RecipeTrainer, begin: Callable[[Phase], None]) -> None:

@@ -14,7 +14,7 @@ from stages.core.errors import UserError
 from stages.core.lineage import LINEAGE_FILE, Lineage, lineage_text
 from stages.core.params.schema import TrackingParams
 from stages.reporting.tables import Table, csv_rows
-from stages.training.records import run_name, set_tracking_environment
+from stages.training.records import set_up_tracking
 
 if TYPE_CHECKING:
     import wandb
@@ -63,10 +63,10 @@ def _tracked_run(tracking: TrackingParams, name: str, *, job_type: str, group: s
     """Raises UserError if wandb cannot send, or has no key."""
     import wandb  # a third of a second
 
-    set_tracking_environment(tracking, run_name(name))
+    run_name = set_up_tracking(tracking, name)
     settings = wandb.Settings(console="off", quiet=True)
     try:
-        with wandb.init(name=run_name(name), job_type=job_type, group=group, settings=settings) as run:
+        with wandb.init(name=run_name, job_type=job_type, group=group, settings=settings) as run:
             yield run
     except wandb.Error as error:
         raise UserError(

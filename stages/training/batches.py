@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -60,6 +61,7 @@ class TooLong(UserError):
         )
 
 
+@dataclass
 class ConversationCollator:
     """Batches of answered conversations, padded on the right or packed; a text that may be cut is cut to `max_length`.
 
@@ -68,30 +70,20 @@ class ConversationCollator:
     expert; padding does not count.
     """
 
-    def __init__(
-        self,
-        processor: Processor,
-        records: Sequence[Any],
-        converse: Callable[[Any], Conversation],
-        *,
-        loss: Loss,
-        max_length: int,
-        experts: Sequence[int] | None = None,
-        packed_for: PreTrainedConfig | None = None,
-    ) -> None:
-        """converse: the answered conversation of a record; picklable, for data-loader workers. experts: with
-        `router-labels`, the number of each record's expert. packed_for: the model that takes the samples in one row."""
-        assert (experts is not None) == (loss == "router-labels"), loss
-        self.processor = processor
-        self.records = records
-        self.converse = converse
-        self.max_length = max_length
-        self.experts = experts
-        self.loss: Loss = loss
-        self.packed_for = packed_for
-        tokenizer = tokenizer_of(processor)
-        self.pad_token_id: int = tokenizer.pad_token_id
-        vocabulary = tokenizer.get_vocab()
+    processor: Processor
+    records: Sequence[Any]
+    converse: Callable[[Any], Conversation]
+    """The answered conversation of a record; picklable, for data-loader workers."""
+    loss: Loss
+    max_length: int
+    experts: Sequence[int] | None = None
+    """With `router-labels`, the number of each record's expert."""
+    packed_for: PreTrainedConfig | None = None
+    """The model that takes the samples in one row."""
+
+    def __post_init__(self) -> None:
+        assert (self.experts is not None) == (self.loss == "router-labels"), self.loss
+        vocabulary = tokenizer_of(self.processor).get_vocab()
         vision = [vocabulary[token] for token in vision_tokens() if token in vocabulary]
         self._vision = torch.tensor(vision, dtype=torch.long)
 

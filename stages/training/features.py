@@ -29,6 +29,7 @@ from stages.core.errors import UserError, bytes_text
 from stages.core.lineage import file_digest, json_digest
 from stages.core.locks import LOCK, lock_folder, try_lock
 from stages.internals.transformers_internals import on_device
+from stages.models.prompts import tokenizer_of
 from stages.planning.plan import Plan
 from stages.training.batches import FEATURES, ConversationCollator, padded
 
@@ -83,7 +84,8 @@ class FeatureCollator(ConversationCollator):
         self.folder = folder
 
     def padded_batch(self, examples: Sequence[Mapping[str, int]]) -> dict[str, torch.Tensor]:
-        return padded([self._sample(int(example["sample"])) for example in examples], self.pad_token_id)
+        samples = [self._sample(int(example["sample"])) for example in examples]
+        return padded(samples, tokenizer_of(self.processor).pad_token_id)
 
     def _sample(self, number: int) -> dict[str, torch.Tensor]:
         file = _opened(_part(self.folder, number // PART_SAMPLES * PART_SAMPLES))

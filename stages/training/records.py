@@ -185,14 +185,18 @@ def tracking_arguments(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
         )
     if not tracking.to:
         return {"report_to": "none"}
-    set_tracking_environment(tracking, run_name(recipe))
     # Trackio would send what it keeps to a Space.
     local = {"project": tracking.project, "trackio_static_space_id": False}
-    return {"report_to": list(tracking.to), "run_name": run_name(recipe), **local}
+    return {"report_to": list(tracking.to), "run_name": set_up_tracking(tracking, recipe), **local}
 
 
-def set_tracking_environment(tracking: TrackingParams, run: str) -> None:
-    """Variables that trackers read. Their files, those still to be sent included, lie below the repository."""
+def set_up_tracking(tracking: TrackingParams, name: str) -> str:
+    """Set the variables that trackers read; returns the name of the run, of recipe or comparison and the experiment.
+
+    The files of trackers, those still to be sent included, lie below the repository.
+    """
+    experiment = os.environ.get("DVC_EXP_NAME")
+    run = f"{name}-{experiment}" if experiment else name
     # DVC_ROOT: also if DVC runs an experiment in a clone that it throws away.
     runs_dir = Path(os.environ.get("DVC_ROOT", "."), ".bakeoff/tracking").absolute()  # wandb adds a folder of its name
     runs_dir.mkdir(parents=True, exist_ok=True)
@@ -207,9 +211,4 @@ def set_tracking_environment(tracking: TrackingParams, run: str) -> None:
         "MLFLOW_EXPERIMENT_NAME": tracking.project,
         "TRACKIO_DIR": str(runs_dir / "trackio"),
     }
-
-
-def run_name(name: str) -> str:
-    """The name of a tracked run: recipe or comparison, and the experiment."""
-    experiment = os.environ.get("DVC_EXP_NAME")
-    return f"{name}-{experiment}" if experiment else name
+    return run
