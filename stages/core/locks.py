@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -55,6 +55,15 @@ def lock_folder(folder: Path, *, shared: bool = False) -> TextIO:
             if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
                 return lock
         lock.close()  # the process that held it has removed the folder
+
+
+def idle_folders(folders: Iterable[Path]) -> Iterator[Path]:
+    """Folders whose lock no process holds, each locked until the next one is taken."""
+    for folder in folders:
+        with suppress(OSError):
+            if lock := try_lock(folder / LOCK):
+                with lock:
+                    yield folder
 
 
 def _opened(path: Path) -> TextIO:

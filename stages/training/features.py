@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from stages.core.errors import UserError, bytes_text
 from stages.core.lineage import file_digest, json_digest
-from stages.core.locks import LOCK, lock_folder, try_lock
+from stages.core.locks import idle_folders, lock_folder
 from stages.internals.transformers_internals import on_device
 from stages.models.prompts import tokenizer_of
 from stages.planning.plan import Plan
@@ -118,9 +118,8 @@ def _compute_missing(trainer: RecipeTrainer, collator: ConversationCollator, fol
     for done, start in enumerate(missing, start=1):
         numbers = range(start, min(start + PART_SAMPLES, count))
         _write_part(_computed(trainer, collator, numbers), _part(folder, start))
-        if rank == 0:
-            log.info("features of frozen parts: %d/%d", min(done * world, len(starts)), len(starts))
-    if rank == 0 and not missing:
+        log.info("features of frozen parts: %d/%d", min(done * world, len(starts)), len(starts))
+    if not missing:
         log.info("features of frozen parts: found in %s", folder)
 
 
@@ -187,11 +186,9 @@ def _remove_unused(root: Path, limit_bytes: int) -> None:
         with suppress(OSError):  # another training is writing to it, or removing it
             folders.append((folder.stat().st_mtime_ns, folder, sum(path.stat().st_size for path in folder.iterdir())))
     total = sum(size for _, _, size in folders)
-    for _, folder, size in sorted(folders):
+    sizes = {folder: size for _, folder, size in sorted(folders)}
+    for folder in idle_folders(sizes):
         if total <= limit_bytes:
             return
-        with suppress(OSError):
-            if lock := try_lock(folder / LOCK):
-                with lock:
-                    shutil.rmtree(folder)
-                    total -= size
+        shutil.rmtree(folder, ignore_errors=True)
+        total -= sizes[folder]
