@@ -7,7 +7,6 @@ and a GPU on which one computes is not leased.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import textwrap
 import time
@@ -22,7 +21,7 @@ import psutil
 import pynvml
 
 from stages.core.errors import UserError, bytes_text, pluralize
-from stages.core.locks import try_lock
+from stages.core.locks import lock_folder, try_lock
 from stages.launcher.messages import say
 
 IDLE_BYTES = 2**30
@@ -150,13 +149,11 @@ def leased_gpus(count: int, *, locks_dir: Path, holder: str, visible: str | None
         yield ()
         return
     refuse_old_driver(holder)
-    locks_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as locks:
         waits_for, settled_at = dict[int, str](), time.monotonic() + SETTLE_S
         while True:
             # All or none, one process at a time: two that want two GPUs never hold one each.
-            with (locks_dir / "leasing").open("a") as leasing:
-                fcntl.flock(leasing, fcntl.LOCK_EX)
+            with lock_folder(locks_dir):
                 gpus = leasable(read_gpus(), visible=visible, count=count, holder=holder)
                 held = {gpu.index: other for gpu in gpus if (other := _holder(locks_dir / gpu.uuid)) is not None}
                 free = [gpu for gpu in gpus if gpu.is_free and gpu.index not in held]
