@@ -28,11 +28,9 @@ from stages.launcher.pipeline import Request
 from stages.launcher.process import MACHINE_COUNTERS, as_out_of_memory, oom_kills
 
 IMAGES_DIR = Path(".bakeoff/images")
-SEAL = (
-    # No namespace, folder or variable of the host; nothing that a cluster's apptainer.conf adds; no evaluation of
-    # variables by a shell; and no privileges for root, who would keep them.
-    *("--containall", "--cleanenv", "--no-home", "--no-mount", "bind-paths,hostfs,sys", "--no-eval", "--no-privs"),
-)
+# No namespace, folder or variable of the host; nothing that a cluster's apptainer.conf adds; no evaluation of variables
+# by a shell; and no privileges for root, who would keep them.
+SEAL = ("--containall", "--cleanenv", "--no-home", "--no-mount", "bind-paths,hostfs,sys", "--no-eval", "--no-privs")
 SECCOMP = ("--security", "seccomp:stages/launcher/seccomp.json")
 """Relative to the checkout, where the launcher runs: a comma in a path would end the option."""
 KERNEL_SETTINGS = (

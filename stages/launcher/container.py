@@ -202,8 +202,7 @@ class SealedEngine:
             native=request.params.active.memory.native,
             num_nodes=request.num_nodes,
         )
-        own = {"BAKEOFF_IMAGE": self.image[1]}
-        return passed, {**given, **request.variables(self.image), **own}
+        return passed, {**given, **request.variables(self.image), "BAKEOFF_IMAGE": self.image[1]}
 
 
 def first_process(request: Request) -> list[str]:

@@ -62,9 +62,7 @@ def end_with_launcher() -> None:
                 file=sys.stderr,
             )
             return
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
-    signal.pthread_kill(main_thread, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os._exit(128 + signal.SIGKILL)  # the kernel ends all other processes with the first one
 

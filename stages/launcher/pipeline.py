@@ -130,8 +130,7 @@ def _filled(entry: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
             return match[0]
         return json.dumps(str(here))[1:-1]
 
-    filled: dict[str, Any] = json.loads(re.sub(r"\$\{([^}]+)\}", value, json.dumps(entry)))
-    return filled
+    return json.loads(re.sub(r"\$\{([^}]+)\}", value, json.dumps(entry)))
 
 
 def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:

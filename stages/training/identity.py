@@ -71,12 +71,8 @@ def _device(device: DeviceParams) -> str:
     if device.kind == "cuda":
         names = [torch.cuda.get_device_name(index) for index in range(device.count)]
         # The libraries that were loaded, whatever the packages' names say.
-        loaded = {
-            "CUDA": torch.version.cuda,
-            "cuDNN": torch.backends.cudnn.version(),
-            "NCCL": torch.cuda.nccl.version(),
-        }
-        names += [f"{name} {version}" for name, version in loaded.items()]
+        names += [f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
+        names.append(f"NCCL {torch.cuda.nccl.version()}")
     else:
         names = [arithmetic(os.environ), f"{torch.get_num_threads()} threads"]
     return f"{device.count} x {device.kind}: {', '.join(names)}"
