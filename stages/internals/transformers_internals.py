@@ -15,9 +15,6 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, 
 from transformers.integrations.accelerate import _get_device_map
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-_UNLIMITED = 1 << 60
-"""Bytes: more than any GPU has."""
-
 
 def on_device(trainer: Trainer, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """A batch on the trainer's device."""
@@ -35,7 +32,7 @@ def balanced_device_map(
     if nf4 is not None:
         quantizer = Bnb4BitHfQuantizer(nf4, pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)
-    limits = dict.fromkeys(range(num_gpus), _UNLIMITED)
+    limits = dict.fromkeys(range(num_gpus), 1 << 60)  # bytes, more than any GPU has
     # accelerate warns about each GPU in the map that this machine does not have.
     with patch.object(logging.getLogger("accelerate.utils.modeling"), "disabled", new=True):
         gpus: dict[str, int] = _get_device_map(model, "balanced", limits, quantizer)
@@ -101,8 +98,7 @@ def mark_distributed(model: PreTrainedModel) -> None:
 
 def num_image_tokens(processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> list[int]:
     """Tokens of each image by its (height, width), as vLLM counts them too."""
-    counts: list[int] = processor._get_num_multimodal_tokens(sizes)["num_image_tokens"]
-    return counts
+    return processor._get_num_multimodal_tokens(sizes)["num_image_tokens"]
 
 
 class CheckpointHooks(Trainer):
@@ -114,12 +110,10 @@ class CheckpointHooks(Trainer):
 
     save_checkpoint: Callable[[], None]
     """Saves the step that has just ended."""
-    restore_weights: Callable[[Path], None]
-    """The first to be called, with the folder that train() was given."""
-    restore_optimizer: Callable[[], None]
-    """The second: optimizer, schedule and gradient scaler, which exist by then."""
+    restore_state: Callable[[Path], None]
+    """Restores weights, optimizer, schedule and gradient scaler from the folder that train() was given."""
     restore_progress: Callable[[], None]
-    """The last: random numbers and totals, once Trainer has reset its own and fetched the first samples."""
+    """The same for random numbers and totals, once Trainer has reset its own and fetched the first samples."""
     on_grad_norm: Callable[[torch.Tensor], None]
     """Called after the backward passes of a step with the gradient norm, (), before clipping."""
 
@@ -142,13 +136,13 @@ class CheckpointHooks(Trainer):
         self.save_checkpoint()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        self.restore_weights(Path(resume_from_checkpoint))
+        """Comes before there is an optimizer; restore_state does it."""
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        self.restore_optimizer()
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        self.restore_state(Path(checkpoint))
 
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """restore_optimizer has done it."""
+    def _load_scaler(self, checkpoint: str) -> None:
+        """restore_state has done it."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         self.restore_progress()

@@ -20,12 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from stages.core.atomic import atomic_write
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest, file_digests, json_digest
-from stages.core.locks import LOCK, lock_folder, try_lock
+from stages.core.locks import idle_folders, lock_folder
 from stages.core.records import parse_json
 
 MANIFEST, IDENTITY, FINISHED = "manifest.json", "fingerprint.json", "finished"
@@ -84,7 +83,7 @@ class Checkpoints:
         for each in {*own} - {*kept} - {_best(self.at(each)) for each in kept}:
             _remove(self.at(each))
         if len(kept) == self.keep:
-            for other in _idle_trainings(self.folder.parent):
+            for other in idle_folders(_trainings(self.folder.parent)):  # this one is locked
                 shutil.rmtree(other, ignore_errors=True)
         return size_bytes
 
@@ -123,7 +122,7 @@ def kept_checkpoints(
 
 def remove_finished(recipe_dir: Path) -> None:
     """Remove the checkpoints of finished trainings, once DVC has their outputs."""
-    for folder in _idle_trainings(recipe_dir):
+    for folder in idle_folders(_trainings(recipe_dir)):
         if (folder / FINISHED).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -132,30 +131,24 @@ def damage(checkpoint: Path) -> str | None:
     """The fault of a checkpoint, with the damaged file; None if every file agrees with its manifest."""
     path = checkpoint / MANIFEST
     try:
-        manifest = _manifest(checkpoint)
+        manifest = parse_json(path.read_bytes())
         digests, best = manifest["sha256"], manifest["best"]
         needed = checkpoint if best is None else checkpoint.with_name(_name_of(best))
         for name, digest in digests.items():
             path = checkpoint / name
             if file_digest(path) != digest:
                 return f"{path} differs from its digest in {checkpoint.name}/{MANIFEST}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{path} is damaged, or {checkpoint.name}/{MANIFEST} is: {error}"
     if not digests:
         return f"{path} is damaged: {checkpoint.name}/{MANIFEST} names no file"
     return damage(needed) if needed != checkpoint else None
 
 
-def _manifest(checkpoint: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    return manifest
-
-
 def _best(checkpoint: Path) -> int | None:
     """The step of the checkpoint kept beside this one; None for a damaged one."""
     with suppress(OSError, ValueError):
-        best: int | None = _manifest(checkpoint).get("best")
-        return best
+        return parse_json((checkpoint / MANIFEST).read_bytes()).get("best")
     return None
 
 
@@ -183,15 +176,6 @@ def _trainings(recipe_dir: Path) -> list[Path]:
     if not recipe_dir.is_dir():
         return []
     return sorted(path for path in recipe_dir.iterdir() if path.is_dir() and not path.is_symlink())
-
-
-def _idle_trainings(recipe_dir: Path) -> Iterator[Path]:
-    """Trainings without a running process; none can start until the next one is taken. A training has its own lock."""
-    for folder in _trainings(recipe_dir):
-        with suppress(OSError):
-            if lock := try_lock(folder / LOCK):
-                with lock:
-                    yield folder
 
 
 def _log_differences(own: Path, identity: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from math import isfinite
@@ -153,7 +153,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
     _restored: dict[str, Any] | None = None
     """The part of the checkpoint that is still to be restored."""
     _step_losses: list[torch.Tensor]
-    """() of each micro-batch of the current step."""
+    """() of each micro-batch since the last step."""
     _began = 0.0
     """Start of the first step on this process's clock, had nothing interrupted the training."""
 
@@ -177,10 +177,6 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
 
     # The trace. Reading it waits for the GPU once a step, as SFTTrainer does for every micro-batch.
 
-    def get_batch_samples(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[Any, Any]:
-        self._step_losses = []  # the rehearsal may have left some
-        return super().get_batch_samples(iterator, num_batches, device)
-
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         if self.trace is not None:
@@ -189,7 +185,8 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
 
     def on_grad_norm(self, grad_norm: torch.Tensor) -> None:
         if self.trace is not None:
-            loss = sum(self._step_losses[1:], start=self._step_losses[0])
+            first, *others = self._step_losses[-self.current_gradient_accumulation_steps :]  # not the rehearsal's
+            self._step_losses, loss = [], sum(others, start=first)
             loss_bits, norm_bits = map(float.hex, torch.stack((loss, full_tensor(grad_norm).to(loss))).tolist())
             self.trace.append((loss_bits, norm_bits))
 
@@ -285,14 +282,9 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
             to_local(parameter.data).copy_(weights[name])
         return state
 
-    def restore_weights(self, checkpoint: Path) -> None:
-        restored = self._load_weights(checkpoint)
-        self.trace = restored.pop("trace")
-        self._restored = restored
-
-    def restore_optimizer(self) -> None:
-        assert self._restored is not None
-        state = self._restored.pop("optimizer")
+    def restore_state(self, checkpoint: Path) -> None:
+        self._restored = restored = self._load_weights(checkpoint)
+        self.trace, state = restored.pop("trace"), restored.pop("optimizer")
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         state["state"] = {
             index: {name: _shared_like(parameters[index], value) for name, value in values.items()}
@@ -303,8 +295,8 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
             load_paged(optimizer, state)
         else:
             optimizer.load_state_dict(state)
-        self.lr_scheduler.load_state_dict(self._restored.pop("scheduler"))
-        if (scaler := self._restored.pop("scaler")) is not None:
+        self.lr_scheduler.load_state_dict(restored.pop("scheduler"))
+        if (scaler := restored.pop("scaler")) is not None:
             self.accelerator.scaler.load_state_dict(scaler)
 
     def restore_progress(self) -> None:

@@ -1,8 +1,5 @@
-"""A recipe's training step: TRL's SFTTrainer, resumable, with a learning rate for each part of the model.
-
-In order: the trainer and its arguments, the order of a step's samples, the start contract before and after the first
-backward pass, the rehearsal of the largest batch, and progress.
-"""
+"""A recipe's training step: TRL's SFTTrainer, resumable, with a learning rate for each part of the model; the start
+contract before and after its first backward pass, and the rehearsal of the largest batch."""
 
 from __future__ import annotations
 
@@ -322,10 +319,8 @@ def check_gradients(model: nn.Module, plan: Plan) -> None:
             raise ContractBreach(plan, f"{part} is {state}, but {name} got {fault}")
         if gradient is not None:
             if not full_tensor(torch.isfinite(gradient).all()):
-                fault = f"the gradient of {name} ({part}) is not finite"
-                raise ContractBreach(
-                    plan, f"{fault}; a training that was resumed has diverged: lower its learning_rate"
-                )
+                fault = f"the gradient of {name} ({part}) is not finite; a training that was resumed has diverged"
+                raise ContractBreach(plan, f"{fault}: lower its learning_rate")
             nonzero[part] = nonzero.get(part, False) or bool(full_tensor(gradient.any()))
     for part in plan.recipe.parts.trained():
         if not nonzero.get(part):
@@ -443,8 +438,6 @@ class LineProgress(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
     ) -> None:
-        if not state.is_world_process_zero:
-            return
         at = f"step {state.global_step}/{state.max_steps}"
         if LOSS in logs:
             score = f"  score {logs[SCORE]:.4f}" if SCORE in logs else ""

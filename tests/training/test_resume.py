@@ -509,9 +509,9 @@ def test_moments_of_a_paged_optimizer_stay_in_managed_memory(monkeypatch: pytest
         plan=changed(UNSEEN, optimizer="paged_adamw_8bit"),
         optimizer=SimpleNamespace(optimizer=after, param_groups=after.param_groups),
         lr_scheduler=SimpleNamespace(load_state_dict=lambda _: None),
-        _restored={"optimizer": before.state_dict(), "scheduler": {}, "scaler": None},
+        _load_weights=lambda _: {"optimizer": before.state_dict(), "scheduler": {}, "scaler": None, "trace": []},
     )
-    RecipeTrainer.restore_optimizer(trainer)
+    RecipeTrainer.restore_state(trainer, Path())
     restored = [after.state[other][name] for name in ("state1", "state2")]
     assert {id(tensor) for tensor in restored} == {id(buffer) for buffer in buffers}
     assert all(torch.equal(one, tensor) for one, tensor in zip(restored, moments, strict=True))
