@@ -50,15 +50,11 @@ def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
         *((name, "AutocastCPU", _in_fp32(name)) for name in _FP32),
         *((name, "AutocastCPU", _with_fp32_result(name)) for name in _FP32_RESULT),
     ]
-
-    def takes_variable_lengths(query: torch.Tensor) -> bool:
-        return query.dtype in (torch.bfloat16, torch.float16)
-
     with (
         overridden_on_cpu(operations),
         foreach_on_cpu(),
         loss_allocates_as_on_gpu(),
-        patch.object(kernels, "takes_variable_lengths", takes_variable_lengths),
+        patch.object(kernels, "takes_variable_lengths", lambda query: query.dtype in (torch.bfloat16, torch.float16)),
     ):
         yield
 

@@ -65,8 +65,7 @@ class MemoryPredictor:
     def __call__(self, plan: Plan) -> Prediction:
         key = repr(replace(plan, name="", device=replace(plan.device, memory_gb=None)))
         if key not in self.made:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # bitsandbytes warns that this CPU cannot run what is only recorded
+            with warnings.catch_warnings(action="ignore"):  # bitsandbytes': this CPU cannot run what is only recorded
                 batch = self.batch_of(micro_batch=plan.memory.micro_batch)
                 batch = packed(batch, self.config, plan.recipe.loss) if plan.padding_free else batch
                 self.made[key] = predict(plan, self.config, self.processor, batch)

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedConfig
 
@@ -74,11 +74,8 @@ def preview(
     samples.check(config.model_type)
     require_answer_format(samples, params.recipe(recipe).answer_format, f"recipes.{recipe}.answer_format")
     require_precision(config.model_type, params.active.memory.precision)
-    if has_data:
-        plan, processor, batch_of, lengths, notes, guard = with_data(params, recipe, samples, base_dir, config)
-    else:
-        plan, processor, batch_of = without_data(params, recipe, config)
-        lengths, notes, guard = [], (), []
+    inputs = with_data(params, recipe, samples, base_dir, config) if has_data else without_data(params, recipe, config)
+    plan, processor, batch_of, lengths, notes, guard = inputs
     options |= {"guard": guard, "likelihoods": bool(guard) or hasattr(samples, "candidates")}
     predict = MemoryPredictor(config=config, processor=processor, batch_of=batch_of, **options)
     plan, choices = predict.completed(
@@ -98,11 +95,12 @@ def emulation_words(plan: Plan) -> str:
     )
 
 
-def with_data(
-    params: Params, recipe: str, samples: ModuleType, base_dir: Path, config: PreTrainedConfig
-) -> tuple[Plan, Processor, BatchOf, list[int], tuple[str, ...], list[Conversation]]:
-    """Plan, processor, largest batches, lengths, notes, and the rows of guards that are prepared. Raises UserError for
-    data that the base cannot learn, or that a guard has too."""
+Inputs: TypeAlias = tuple[Plan, Processor, BatchOf, list[int], tuple[str, ...], list[Conversation]]
+"""Plan, processor, largest batches, lengths, notes, and the rows of guards that are prepared."""
+
+
+def with_data(params: Params, recipe: str, samples: ModuleType, base_dir: Path, config: PreTrainedConfig) -> Inputs:
+    """Raises UserError for data that the base cannot learn, or that a guard has too."""
     data_dir = Path("data/prepared") / params.recipe(recipe).data
     records = samples.read_split(data_dir, "train")
     facts: Any = {"has_selection": (data_dir / "selection.parquet").is_file()}
@@ -125,9 +123,9 @@ def with_data(
     return plan, processor, collator.largest_batch, longest_first, notes, list(chain(*guards.values()))
 
 
-def without_data(params: Params, recipe: str, config: PreTrainedConfig) -> tuple[Plan, Processor, BatchOf]:
-    """Plan, processor and largest batches: those within the plan's limits. One step stands for the training."""
+def without_data(params: Params, recipe: str, config: PreTrainedConfig) -> Inputs:
+    """The largest batches are those within the plan's limits. One step stands for the training."""
     facts: Any = {"has_selection": params.data.selection > 0, "instructions": instruction_set(os.environ)}
     plan = resolve_plan(params, recipe, train_samples=params.recipe(recipe).effective_batch, **facts)
     limits: Any = {"max_length": plan.recipe.max_length, "max_pixels": plan.images.max_pixels if plan.images else None}
-    return plan, fake_processor(config, plan.images), partial(fake_batch, config, **limits)
+    return plan, fake_processor(config, plan.images), partial(fake_batch, config, **limits), [], (), []

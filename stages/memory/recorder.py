@@ -39,7 +39,7 @@ from stages.internals.torch_internals import (
 from stages.internals.trl_internals import LOSS_TILE
 from stages.memory.allocator import CachingAllocator, rounded_bytes
 from stages.memory.cuda import cpu_bytes, cuda_semantics, hidden_bytes
-from stages.planning.cards import MULTIPROCESSORS, multiprocessors
+from stages.planning.cards import multiprocessors
 from stages.planning.prediction import Budget, Phase
 
 _DEVICE = torch.ops.prim.device.default
@@ -118,17 +118,16 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Records every storage that is allocated while it is entered.
+    """Records every storage that is allocated while it is entered; of a GPU with rounded sizes, and with what kernels
+    allocate for themselves."""
 
-    cuda: as CUDA would: sizes are rounded, and what its kernels allocate for themselves is added.
-    """
-
-    def __init__(self, *, cuda: bool, vocab_size: int, multiprocessors: int = MULTIPROCESSORS) -> None:
+    def __init__(self, device: DeviceParams, config: PreTrainedConfig) -> None:
+        """config: of the recorded model."""
         super().__init__()
-        self._multiprocessors = multiprocessors
-        self.recording = Recording(cuda=cuda)
+        self._multiprocessors = multiprocessors(device)
+        self.recording = Recording(cuda=device.kind == "cuda")
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._vocab_size = vocab_size
+        self._vocab_size = config.get_text_config().vocab_size
         self._phase: Phase = "load"
         self._clock = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Storage]] = {}
@@ -247,15 +246,13 @@ class Recorder(TorchDispatchMode):
 @contextmanager
 def recorder_of(device: DeviceParams, attn: str, config: PreTrainedConfig) -> Iterator[Recorder]:
     """Records the block without weights, as the device would run it."""
-    on_cuda = device.kind == "cuda"
     with ExitStack() as stack:
-        if on_cuda:
+        if device.kind == "cuda":
             stack.enter_context(cuda_semantics(flash_only=attn == "flash_attention_2"))
         stack.enter_context(foreach_takes(FakeTensor))
         # A fake parameter cannot take another's contents: `Module.to` has to replace it.
         stack.enter_context(patch.object(nn.Module, "_apply", _apply_by_replacing))
-        sizes = {"vocab_size": config.get_text_config().vocab_size, "multiprocessors": multiprocessors(device)}
-        yield stack.enter_context(Recorder(cuda=on_cuda, **sizes))
+        yield stack.enter_context(Recorder(device, config))
 
 
 def without_contents(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def test_a_row_has_no_mask_and_one_call_for_all_its_samples(model: str, monkeypa
 
 def test_what_a_kernel_takes_for_itself_counts_beside_what_it_returns() -> None:
     """masked_scatter: 9 bytes an element, while the result is there already."""
-    recorder = Recorder(cuda=True, vocab_size=7)
+    recorder = Recorder(DeviceParams(kind="cuda"), config_of("text"))
     with recorder:
         recorder.begin("forward")
         tensor, mask = torch.empty(1 << 20), torch.empty(1 << 20, dtype=torch.bool)
