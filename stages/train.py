@@ -18,9 +18,10 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import torch
 
 from stages.core.atomic import atomic_folder
 from stages.core.errors import configure_logging
@@ -46,9 +47,6 @@ from stages.training.processes import is_first_process, is_worker, run_workers, 
 from stages.training.records import tracking_arguments, write_records
 from stages.training.resume import train_to_the_end
 from stages.training.trainer import RecipeTrainer
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger("stages")
 

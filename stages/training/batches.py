@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig
 
 from stages.core.errors import UserError
 from stages.core.families import vision_tokens
+from stages.core.params.schema import Loss
 from stages.data.conversation import Conversation
 from stages.models.load import load_config
 from stages.models.prompts import (
@@ -34,10 +35,7 @@ from stages.models.prompts import (
     samples_for,
     tokenizer_of,
 )
-
-if TYPE_CHECKING:
-    from stages.core.params.schema import Loss
-    from stages.planning.plan import Plan
+from stages.planning.plan import Plan
 
 IGNORED = -100
 """Label of a token that does not count (torch.nn.CrossEntropyLoss's ignore_index)."""

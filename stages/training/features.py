@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,9 +32,7 @@ from stages.internals.transformers_internals import on_device
 from stages.models.prompts import tokenizer_of
 from stages.planning.plan import Plan
 from stages.training.batches import FEATURES, ConversationCollator, padded
-
-if TYPE_CHECKING:
-    from stages.training.trainer import RecipeTrainer
+from stages.training.trainer import RecipeTrainer
 
 PART_SAMPLES = 64
 """Samples of a file: held in memory while it is made, and made again after an interruption."""

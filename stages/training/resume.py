@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -91,20 +92,19 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
     trainer.keep_best()
 
 
+@dataclass
 class SaveInTime(TrainerCallback):
     """Has the trainer save after a step when that is due, and stop if a signal asked this process to end.
 
     The processes of a training agree on the step: each has its own clock, and gets the signal at its own moment.
     """
 
-    requested_by = 0
+    trainer: ResumableTrainer
+    params: CheckpointParams
+    requested_by: int = 0
     """The signal that asked to end; 0 for none."""
-    ended_by = 0
+    ended_by: int = 0
     """The signal that ended the training before its last step; 0 for none."""
-
-    def __init__(self, trainer: ResumableTrainer, params: CheckpointParams) -> None:
-        self.trainer = trainer
-        self.params = params
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         if not self.requested_by:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -124,18 +125,15 @@ class RecipeTrainer(ResumableTrainer):
             ratio = lora.loraplus_lr_ratio if lora is not None else 1.0
             decayed = set(self.get_decay_parameter_names(model))
             by_muon = hidden_matrices(model) if self.plan.memory.optimizer == "muon" else set()
-            groups: dict[tuple[Part, bool, bool, float], list[nn.Parameter]] = {}
+            groups: dict[tuple[Part, bool, bool, float], dict[str, Any]] = {}
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    rate = rates[part_of(name)] * (ratio if ".lora_B." in name else 1.0)
-                    group = (part_of(name), name in decayed, name in by_muon, rate)
-                    groups.setdefault(group, []).append(parameter)
-            settings = [
-                {"params": parameters, "lr": rate, "weight_decay": weight_decay if decay else 0.0, "muon": muon}
-                for (_, decay, muon, rate), parameters in groups.items()
-            ]
+                    part, decays, muon = part_of(name), name in decayed, name in by_muon
+                    rate = rates[part] * (ratio if ".lora_B." in name else 1.0)
+                    group = {"params": [], "lr": rate, "weight_decay": weight_decay if decays else 0.0, "muon": muon}
+                    groups.setdefault((part, decays, muon, rate), group)["params"].append(parameter)
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-            self.optimizer = (MuonWithAdamW if by_muon else optimizer_class)(settings, **options)
+            self.optimizer = (MuonWithAdamW if by_muon else optimizer_class)([*groups.values()], **options)
         return self.optimizer
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -257,13 +255,13 @@ def scheduler_options(plan: Plan) -> dict[str, float]:
     return own.get(plan.recipe.lr_schedule, {})
 
 
+@dataclass
 class SortedInSteps(Sampler[int]):
     """`sorted_steps` of what accelerate's sampler draws, from (seed, epoch) alone."""
 
-    def __init__(self, drawn: SeedableRandomSampler, lengths: Sequence[int], effective_batch: int) -> None:
-        self.drawn = drawn
-        self.lengths = lengths
-        self.effective_batch = effective_batch
+    drawn: SeedableRandomSampler
+    lengths: Sequence[int]
+    effective_batch: int
 
     def __len__(self) -> int:
         return len(self.drawn)
@@ -331,16 +329,16 @@ MAX_OVERFLOWS = 16
 """First steps that may overflow under fp16: GradScaler starts at 2**16 and halves its scale after each."""
 
 
+@dataclass
 class StartContract(TrainerCallback):
     """Checks gradients once, between the first backward pass and the first optimizer step.
 
     Under fp16 the first steps may overflow, and GradScaler then skips them: the check waits for one that does not.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.checked = False
-        self.overflows = 0
+    plan: Plan
+    checked: bool = False
+    overflows: int = 0
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
@@ -360,6 +358,7 @@ def _overflowed(model: nn.Module) -> bool:
     return not finite or not any(bool(full_tensor(gradient.any())) for gradient in gradients)
 
 
+@dataclass
 class Rehearsal(TrainerCallback):
     """Sends the largest micro-batch forward and backward, so that out-of-memory surfaces within minutes.
 
@@ -370,11 +369,10 @@ class Rehearsal(TrainerCallback):
     Trained weights stay the same, bit for bit. Under ddp and sharded each process sends the same samples.
     """
 
-    def __init__(self, trainer: RecipeTrainer) -> None:
-        self.trainer = trainer
-        self.done = False
-        self.cpu_peak_bytes = 0
-        """Peak of tensors on a CPU; 0 on a GPU, where torch.cuda tracks the peak."""
+    trainer: RecipeTrainer
+    done: bool = False
+    cpu_peak_bytes: int = 0
+    """Peak of tensors on a CPU; 0 on a GPU, where torch.cuda tracks the peak."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if args.eval_on_start:
