@@ -153,8 +153,7 @@ def _links_of_source(source_dir: Path) -> list[Mount]:
 
 
 def _links(path: Path) -> Iterator[Path]:
-    inside = (Path(folder, name) for folder, dirs, files in os.walk(path) for name in (*dirs, *files))
-    return (file for file in (path, *inside) if file.is_symlink())
+    return (each for each in (path, *path.rglob("*")) if each.is_symlink())
 
 
 def _literal_target(link: Path) -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from stages.core.errors import OUT_OF_MEMORY
 from stages.core.signals import GRACE_S
+from stages.launcher.messages import say
 from stages.launcher.process import CONTAINER_COUNTERS, forwarded_signals, oom_kills, run_stage, this_machine
 
 LAUNCHER_LOCK = Path("/run/bakeoff/launcher")
@@ -57,10 +58,7 @@ def end_with_launcher() -> None:
         except BlockingIOError:
             fcntl.flock(lock, fcntl.LOCK_SH)
         else:  # an engine in a virtual machine, such as Docker Desktop, does not see the locks of the host
-            print(
-                "launcher: the container does not see the launcher's lock; if that is killed, the stage runs on",
-                file=sys.stderr,
-            )
+            say("the container does not see the launcher's lock; if that is killed, the stage runs on")
             return
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)

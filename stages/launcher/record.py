@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,10 +85,8 @@ def digests(workspace_dir: Path, paths: Iterable[str]) -> dict[str, str]:
     """Digests by path. Missing and unreadable ones are left out; the stage, or DVC, reports them."""
     by_path = {}
     for path in paths:
-        try:
+        with suppress(UserError, OSError):
             by_path[path] = content_digest(workspace_dir / path)
-        except (UserError, OSError):
-            continue
     return by_path
 
 

@@ -83,11 +83,9 @@ class Recording:
 
     def timeline(self) -> list[tuple[int, Storage | Phase]]:
         """In order: storages, at their birth and at their death, and phases, at their beginning."""
-        events: list[tuple[int, Storage | Phase]] = [*self.phases]
-        for storage in self.storages:
-            events.append((storage.born, storage))
-            if storage.died is not None:
-                events.append((storage.died, storage))
+        births = ((storage.born, storage) for storage in self.storages)
+        deaths = ((storage.died, storage) for storage in self.storages if storage.died is not None)
+        events: list[tuple[int, Storage | Phase]] = [*self.phases, *births, *deaths]
         return sorted(events, key=lambda event: event[0])
 
     def peaks(self) -> dict[Phase, Peak]:
