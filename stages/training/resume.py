@@ -150,8 +150,8 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
     kept_step: int | None = None
     """The step of the weights that the training leaves, once it has ended."""
 
-    _restored: dict[str, Any] | None = None
-    """The part of the checkpoint that is still to be restored."""
+    _restored: dict[str, Any]
+    """The part of a checkpoint that `restore_progress` takes."""
     _step_losses: list[torch.Tensor]
     """() of each micro-batch since the last step."""
     _began = 0.0
@@ -300,8 +300,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
             self.accelerator.scaler.load_state_dict(scaler)
 
     def restore_progress(self) -> None:
-        restored, self._restored = self._restored, None
-        assert restored is not None
+        restored = self._restored
         set_random_state(restored["random"])
         self.set_running_totals(restored["totals"])
         set_metric_sums(self, restored["metrics"])
