@@ -138,7 +138,8 @@ def fake_kernels(multiprocessors: int) -> AbstractContextManager[Any]:
 
     multiprocessors: of the GPU; as many sums of a norm's weight are added up at once.
     """
-    return patch.multiple(kernels, fuse_layers=partial(_fuse_layers, multiprocessors=multiprocessors), rotated=_rotated)
+    fuse_layers = partial(_fuse_layers, multiprocessors=multiprocessors)
+    return patch.multiple(kernels, fuse_layers=fuse_layers, rotated=_Rotated.apply)
 
 
 def _fuse_layers(model: PreTrainedModel, *, multiprocessors: int) -> None:
@@ -211,12 +212,6 @@ class _Rotated(torch.autograd.Function):
     @once_differentiable
     def backward(_ctx: Any, by_query: torch.Tensor, by_key: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _in_place(by_query), _in_place(by_key), None, None
-
-
-def _rotated(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, _unsqueeze_dim: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _Rotated.apply(query, key, cos, sin)
 
 
 def _in_place(states: torch.Tensor) -> torch.Tensor:
