@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention import varlen
 from torch.optim import optimizer
 from torch.profiler import ProfilerActivity, profile
+from torch.profiler._utils import traverse_dfs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -104,13 +105,8 @@ def _memory_changes(profiler: profile) -> Iterator[int]:
     """
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    waiting = profiler.profiler.kineto_results.experimental_event_tree()
-    events: list[Any] = []
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(event.children)
-        if event.tag == _EventType.Allocation:
-            events.append(event)
+    tree = profiler.profiler.kineto_results.experimental_event_tree()
+    events = (event for event in traverse_dfs(tree) if event.tag == _EventType.Allocation)
     alive: set[int] = set()
     for event in sorted(events, key=attrgetter("start_time_ns")):
         pointer, size_bytes = event.extra_fields.ptr, event.extra_fields.alloc_size
