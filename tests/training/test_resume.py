@@ -395,7 +395,7 @@ def test_on_a_signal_in_its_last_step_it_finishes(workplace: Workplace, undistur
 
 @contextmanager
 def signals_handled() -> Iterator[SaveInTime]:
-    saving = SaveInTime(Any, ON_SIGNALS)  # type: ignore[arg-type]
+    saving = SaveInTime(Any, ON_SIGNALS)
     with handling(saving.on_signal):
         yield saving
 
