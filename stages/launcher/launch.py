@@ -132,7 +132,8 @@ def run_down_the_ladder(run: Callable[[Request], Ended], request: Request) -> tu
 
 def ladder(request: Request) -> list[str]:
     """The change that each further attempt at a stage makes; empty if nothing can be lowered."""
-    generates, runs_dir = request.stage in ("evaluate", "predict"), request.workspace_dir / "data/runs"
+    generates = request.stage in ("evaluate", "predict")
+    runs_dir = request.workspace_dir / "data/runs"
     if request.stage == "train":
         return rung_changes(read_plan(request.name, runs_dir=runs_dir))
     if request.stage == "merge":  # out of 4 bits it generates too; a training's last step may have turned to them
