@@ -18,10 +18,9 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
 from stages.core.atomic import atomic_folder
 from stages.core.errors import configure_logging
@@ -47,6 +46,9 @@ from stages.training.processes import is_first_process, is_worker, run_workers, 
 from stages.training.records import tracking_arguments, write_records
 from stages.training.resume import train_to_the_end
 from stages.training.trainer import RecipeTrainer
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("stages")
 

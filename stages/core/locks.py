@@ -58,7 +58,7 @@ def lock_folder(folder: Path, *, shared: bool = False) -> TextIO:
 
 
 def idle_folders(folders: Iterable[Path]) -> Iterator[Path]:
-    """Folders whose lock no process holds, each locked until the next one is taken."""
+    """The folders that no process has locked; each is locked until the next one is taken."""
     for folder in folders:
         with suppress(OSError):
             if lock := try_lock(folder / LOCK):

@@ -113,7 +113,7 @@ class CheckpointHooks(Trainer):
     restore_state: Callable[[Path], None]
     """Restores weights, optimizer, schedule and gradient scaler from the folder that train() was given."""
     restore_progress: Callable[[], None]
-    """The same for random numbers and totals, once Trainer has reset its own and fetched the first samples."""
+    """Restores random numbers and totals, once Trainer has reset its own and fetched the first samples."""
     on_grad_norm: Callable[[torch.Tensor], None]
     """Called after the backward passes of a step with the gradient norm, (), before clipping."""
 

@@ -18,7 +18,6 @@ from itertools import takewhile
 from pathlib import Path
 
 import psutil
-import pynvml
 
 from stages.core.errors import UserError, bytes_text, pluralize
 from stages.core.locks import lock_folder, try_lock
@@ -65,6 +64,8 @@ def read_gpus() -> tuple[Gpu, ...]:
 
     Raises UserError if there is a driver that does not work.
     """
+    import pynvml
+
     try:
         with _nvml():
             gpus = [_read_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -77,6 +78,8 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 def driver_version() -> str | None:
     """The version of NVIDIA's driver, e.g. "580.95.05"; None if there is none."""
+    import pynvml
+
     try:
         with _nvml():
             return str(pynvml.nvmlSystemGetDriverVersion())
@@ -103,6 +106,8 @@ def device_files(gpus: Sequence[Gpu]) -> list[Path]:
 
 @contextmanager
 def _nvml() -> Iterator[None]:
+    import pynvml
+
     pynvml.nvmlInit()
     try:
         yield
@@ -112,6 +117,8 @@ def _nvml() -> Iterator[None]:
 
 def _read_gpu(index: int) -> Gpu | None:
     """None for a GPU that the driver has lost."""
+    import pynvml
+
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         # Version 1 counts the hundreds of MiB that the driver reserves as used.

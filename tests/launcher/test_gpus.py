@@ -40,7 +40,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAKE_NVML", set_gpus(tmp_path)["FAKE_NVML"])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "pynvml")
-    monkeypatch.setattr(module, "pynvml", importlib.import_module("pynvml"))
+    monkeypatch.setitem(sys.modules, "pynvml", importlib.import_module("pynvml"))
     return tmp_path
 
 
