@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import accumulate
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -83,15 +82,19 @@ class PatchProjection(nn.Conv3d):
         return F.linear(patches.flatten(1), weight.flatten(1), bias)[..., None, None, None]
 
 
+class CpuPeak:
+    size_bytes = 0
+
+
 @contextmanager
-def cpu_peak(existing: Iterable[object]) -> Iterator[SimpleNamespace]:
-    """Measure the peak memory of CPU tensors within the block; `size_bytes` has it afterwards.
+def cpu_peak(existing: Iterable[object]) -> Iterator[CpuPeak]:
+    """Measure the peak memory of CPU tensors within the block; read it afterwards.
 
     existing: tensors from before that stay throughout; those that share their storage count once, other values never.
     """
     held = [each.untyped_storage() for each in existing if isinstance(each, torch.Tensor)]
     storages = {storage.data_ptr(): storage.nbytes() for storage in held}
-    peak = SimpleNamespace(size_bytes=0)
+    peak = CpuPeak()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield peak
     peak.size_bytes = sum(storages.values()) + max(accumulate(_memory_changes(profiler), initial=0))

@@ -136,7 +136,7 @@ class CheckpointHooks(Trainer):
         self.save_checkpoint()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Comes before there is an optimizer; restore_state does it."""
+        """Too early: there is no optimizer yet. restore_state does it."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         self.restore_state(Path(checkpoint))

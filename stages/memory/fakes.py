@@ -114,8 +114,15 @@ def fill_without_contents(layer: Any) -> None:
         ),
     )
     weight = nn.Parameter(torch.empty(rows * columns // 2, 1, dtype=torch.uint8), requires_grad=False)
-    own = {"quant_state": state, "bnb_quantized": True, "compress_statistics": True, "quant_type": "nf4"}
-    vars(weight).update(own, blocksize=64, quant_storage=torch.uint8, module=layer)
+    vars(weight).update(
+        quant_state=state,
+        bnb_quantized=True,
+        compress_statistics=True,
+        quant_type="nf4",
+        blocksize=64,
+        quant_storage=torch.uint8,
+        module=layer,
+    )
     layer.weight, layer.quant_state = weight, state
 
 

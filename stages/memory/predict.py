@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ CPU_ERRORS = (-0.03, 0.05)
 SHALLOW = 2
 """Layers of the smallest recorded model: the first and the last layer differ a little from the others."""
 
+Number = TypeVar("Number", int, float)
 BatchOf: TypeAlias = Callable[..., Mapping[str, torch.Tensor]]
 """batch_of(micro_batch=2) is the largest batch of that many samples, padded."""
 Depth: TypeAlias = tuple[int, int]
@@ -267,7 +268,7 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     ]
     weights = (1 - sum(layers), *layers)  # by record: each layer beyond the shallow model's adds the same
 
-    def scaled(amounts: Iterable[float]) -> Any:
+    def scaled(amounts: Iterable[Number]) -> Number:
         return sum((weight * amount for weight, amount in zip(weights, amounts, strict=True)))
 
     phases = {

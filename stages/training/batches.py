@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -59,7 +59,7 @@ class TooLong(UserError):
         )
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class ConversationCollator:
     """Batches of answered conversations, padded on the right or packed; a text that may be cut is cut to `max_length`.
 
@@ -72,6 +72,7 @@ class ConversationCollator:
     records: Sequence[Any]
     converse: Callable[[Any], Conversation]
     """The answered conversation of a record; picklable, for data-loader workers."""
+    _: KW_ONLY
     loss: Loss
     max_length: int
     experts: Sequence[int] | None = None

@@ -188,5 +188,6 @@ def _remove_unused(root: Path, limit_bytes: int) -> None:
     for folder in idle_folders(sizes):
         if total <= limit_bytes:
             return
-        shutil.rmtree(folder, ignore_errors=True)
-        total -= sizes[folder]
+        with suppress(OSError):
+            shutil.rmtree(folder)
+            total -= sizes[folder]

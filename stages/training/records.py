@@ -187,7 +187,8 @@ def tracking_arguments(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
         return {"report_to": "none"}
     # Trackio would send what it keeps to a Space.
     local = {"project": tracking.project, "trackio_static_space_id": False}
-    return {"report_to": list(tracking.to), "run_name": set_up_tracking(tracking, recipe), **local}
+    run_name = set_up_tracking(tracking, recipe)
+    return {"report_to": list(tracking.to), "run_name": run_name, **local}
 
 
 def set_up_tracking(tracking: TrackingParams, name: str) -> str:

@@ -12,9 +12,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -92,19 +91,20 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
     trainer.keep_best()
 
 
-@dataclass
 class SaveInTime(TrainerCallback):
     """Has the trainer save after a step when that is due, and stop if a signal asked this process to end.
 
     The processes of a training agree on the step: each has its own clock, and gets the signal at its own moment.
     """
 
-    trainer: ResumableTrainer
-    params: CheckpointParams
-    requested_by: int = 0
+    requested_by = 0
     """The signal that asked to end; 0 for none."""
-    ended_by: int = 0
+    ended_by = 0
     """The signal that ended the training before its last step; 0 for none."""
+
+    def __init__(self, trainer: ResumableTrainer, params: CheckpointParams) -> None:
+        self.trainer = trainer
+        self.params = params
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         if not self.requested_by:
@@ -151,9 +151,9 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
     """The step of the weights that the training leaves, once it has ended."""
 
     _restored: dict[str, Any]
-    """The part of a checkpoint that `restore_progress` takes."""
+    """The part of a checkpoint that `restore_progress` takes; its tensors keep the whole file mapped."""
     _step_losses: list[torch.Tensor]
-    """() of each micro-batch since the last step."""
+    """() of each micro-batch of the current step."""
     _began = 0.0
     """Start of the first step on this process's clock, had nothing interrupted the training."""
 
@@ -177,6 +177,10 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
 
     # The trace. Reading it waits for the GPU once a step, as SFTTrainer does for every micro-batch.
 
+    def get_batch_samples(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[Any, Any]:
+        self._step_losses = []  # the rehearsal may have left some
+        return super().get_batch_samples(iterator, num_batches, device)
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         if self.trace is not None:
@@ -185,8 +189,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
 
     def on_grad_norm(self, grad_norm: torch.Tensor) -> None:
         if self.trace is not None:
-            first, *others = self._step_losses[-self.current_gradient_accumulation_steps :]  # not the rehearsal's
-            self._step_losses, loss = [], sum(others, start=first)
+            loss = sum(self._step_losses[1:], start=self._step_losses[0])
             loss_bits, norm_bits = map(float.hex, torch.stack((loss, full_tensor(grad_norm).to(loss))).tolist())
             self.trace.append((loss_bits, norm_bits))
 
@@ -301,6 +304,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
 
     def restore_progress(self) -> None:
         restored = self._restored
+        del self._restored
         set_random_state(restored["random"])
         self.set_running_totals(restored["totals"])
         set_metric_sums(self, restored["metrics"])

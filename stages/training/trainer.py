@@ -317,8 +317,10 @@ def check_gradients(model: nn.Module, plan: Plan) -> None:
             raise ContractBreach(plan, f"{part} is {state}, but {name} got {fault}")
         if gradient is not None:
             if not full_tensor(torch.isfinite(gradient).all()):
-                fault = f"the gradient of {name} ({part}) is not finite; a training that was resumed has diverged"
-                raise ContractBreach(plan, f"{fault}: lower its learning_rate")
+                fault = f"the gradient of {name} ({part}) is not finite"
+                raise ContractBreach(
+                    plan, f"{fault}; a training that was resumed has diverged: lower its learning_rate"
+                )
             nonzero[part] = nonzero.get(part, False) or bool(full_tensor(gradient.any()))
     for part in plan.recipe.parts.trained():
         if not nonzero.get(part):
@@ -329,16 +331,16 @@ MAX_OVERFLOWS = 16
 """First steps that may overflow under fp16: GradScaler starts at 2**16 and halves its scale after each."""
 
 
-@dataclass
 class StartContract(TrainerCallback):
     """Checks gradients once, between the first backward pass and the first optimizer step.
 
     Under fp16 the first steps may overflow, and GradScaler then skips them: the check waits for one that does not.
     """
 
-    plan: Plan
-    checked: bool = False
-    overflows: int = 0
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.checked = False
+        self.overflows = 0
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
@@ -358,7 +360,6 @@ def _overflowed(model: nn.Module) -> bool:
     return not finite or not any(bool(full_tensor(gradient.any())) for gradient in gradients)
 
 
-@dataclass
 class Rehearsal(TrainerCallback):
     """Sends the largest micro-batch forward and backward, so that out-of-memory surfaces within minutes.
 
@@ -369,10 +370,11 @@ class Rehearsal(TrainerCallback):
     Trained weights stay the same, bit for bit. Under ddp and sharded each process sends the same samples.
     """
 
-    trainer: RecipeTrainer
-    done: bool = False
-    cpu_peak_bytes: int = 0
-    """Peak of tensors on a CPU; 0 on a GPU, where torch.cuda tracks the peak."""
+    def __init__(self, trainer: RecipeTrainer) -> None:
+        self.trainer = trainer
+        self.done = False
+        self.cpu_peak_bytes = 0
+        """Peak of tensors on a CPU; 0 on a GPU, where torch.cuda tracks the peak."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if args.eval_on_start:

@@ -106,6 +106,7 @@ class Workplace:
             trainer.add_callback(at)
         with kept_checkpoints(self.folder / "checkpoints", {}, keep=params.keep) as checkpoints:
             train_to_the_end(trainer, checkpoints, params)
+            assert "_restored" not in vars(trainer), "a checkpoint that was restored stays mapped"
             write_curves(trainer.state.log_history, curves_dir)
             return Outcome(trainer, curves_dir)
 
@@ -395,7 +396,7 @@ def test_on_a_signal_in_its_last_step_it_finishes(workplace: Workplace, undistur
 
 @contextmanager
 def signals_handled() -> Iterator[SaveInTime]:
-    saving = SaveInTime(Any, ON_SIGNALS)
+    saving = SaveInTime(Any, ON_SIGNALS)  # type: ignore[arg-type]
     with handling(saving.on_signal):
         yield saving
 
