@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from math import isclose
 from pathlib import Path
@@ -105,10 +105,8 @@ class TaskReport:
     @property
     def columns(self) -> tuple[str, ...]:
         """The per-sample columns that a comparison needs."""
-        needed: set[str] = set()
-        for metric in (metric for metric in self.measured if metric.guard is None):
-            needed |= {*metric.evidence, *([metric.among] if metric.among else [])}
-        return tuple(sorted(needed))
+        of_samples = [metric for metric in self.measured if metric.guard is None]
+        return tuple(sorted({name for metric in of_samples for name in (*metric.evidence, metric.among) if name}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +121,7 @@ class Contender:
     runs: tuple[Run, ...] = ()
     """Its trainings, each under a seed of its own; empty if it was not evaluated."""
     scores: Mapping[str, Score | None] = field(default_factory=dict)
-    """Score by metric key, for metrics with evidence; None if no sample counts for the metric."""
-    primary: str
-    """Key of the metric that ranks it."""
+    """Score by metric key, for metrics with evidence, the primary one first; None if no sample counts for a metric."""
     left_out: str = ""
     """The reason why it is not compared; empty if it is."""
     export_of: str | None = None
@@ -149,7 +145,7 @@ class Contender:
     @property
     def score(self) -> Score:
         """Its score by the primary metric."""
-        primary = self.scores[self.primary]
+        primary = next(iter(self.scores.values()))
         assert primary is not None, self.name
         return primary
 
@@ -227,10 +223,6 @@ class Comparison:
         return tuple(contender for contender in self.contenders if contender.run)
 
     @property
-    def missing(self) -> tuple[Contender, ...]:
-        return tuple(contender for contender in self.contenders if not contender.run)
-
-    @property
     def runs(self) -> tuple[Run, ...]:
         """The first run of each contender."""
         return tuple(contender.run for contender in self.contenders if contender.run)
@@ -252,9 +244,10 @@ class Comparison:
 
     @property
     def counts(self) -> tuple[int, int | None]:
-        """The samples, and the groups that they are in."""
-        assert self.best.run is not None
-        return counts_of(self.report.primary, self.best.run)
+        """The samples that count for the primary metric, and the groups that they are in; None if each is its own."""
+        primary, run = self.report.primary, self.best.runs[0]
+        groups = groups_of(primary, run)
+        return len(evidence_of(primary, run)), None if groups is None else len(np.unique(groups))
 
     @property
     def samples_text(self) -> str:
@@ -428,7 +421,6 @@ def score_contender(
         export_of=export_of,
         runs=tuple(runs),
         scores=scores,
-        primary=report.primary.key,
     )
 
 
@@ -444,12 +436,6 @@ def groups_of(metric: Metric, run: Run) -> Groups | None:
         return None
     groups = run.groups if metric.among is None else run.groups[run.columns[metric.among] == 1]
     return groups if len(np.unique(groups)) < len(groups) else None
-
-
-def counts_of(metric: Metric, run: Run) -> tuple[int, int | None]:
-    """The samples that count, and the groups that they are in; None if each is its own."""
-    groups = groups_of(metric, run)
-    return len(evidence_of(metric, run)), None if groups is None else len(np.unique(groups))
 
 
 def sample_words(samples: int, groups: int | None) -> str:
@@ -538,37 +524,23 @@ def _why_left_out(contender: Contender, *, over_seeds: bool) -> str:
     return ""
 
 
-def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Question]:
+def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> Iterator[Question]:
     """The report's own, then every recipe against the base it comes from, on each guard too, and against each answers
     file, and every export against its model."""
-    asked = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
-    against_base = [
-        (name, contender.baseline)
-        for name, contender in by_name.items()
-        if contender.baseline is not None and contender.baseline in by_name
-    ]
-    return (
-        asked
-        + [Question(f"{name} against its base", name, base) for name, base in against_base]
-        + [
-            Question(f"{name} against its base, on {metric.guard}", name, base, metric.key)
-            for metric in report.metrics
-            if metric.guard
-            for name, base in against_base
-        ]
-        + [
-            Question(f"{name} against {other}", name, other)
-            for other, given in by_name.items()
-            if given.answers
-            for name, contender in by_name.items()
-            if contender.baseline is not None
-        ]
-        + [
-            Question(f"{name} against {contender.export_of}", name, contender.export_of)
-            for name, contender in by_name.items()
-            if contender.export_of and contender.export_of in by_name
-        ]
-    )
+    yield from (question for question in report.questions if {question.ours, question.theirs} <= by_name.keys())
+    recipes = {name: contender.baseline for name, contender in by_name.items() if contender.baseline is not None}
+    against_base = [(name, base) for name, base in recipes.items() if base in by_name]
+    for name, base in against_base:
+        yield Question(f"{name} against its base", name, base)
+    for metric in (metric for metric in report.metrics if metric.guard):
+        for name, base in against_base:
+            yield Question(f"{name} against its base, on {metric.guard}", name, base, metric.key)
+    for given in (name for name, contender in by_name.items() if contender.answers):
+        for name in recipes:
+            yield Question(f"{name} against {given}", name, given)
+    for name, contender in by_name.items():
+        if contender.export_of and contender.export_of in by_name:
+            yield Question(f"{name} against {contender.export_of}", name, contender.export_of)
 
 
 def _insight(

@@ -165,7 +165,7 @@ def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
     flat: dict[str, float | str] = {"best": comparison.best.name, "evidence_enough": comparison.conclusive}
     for contender in comparison.evaluated:
         for key, score in contender.scores.items():
-            if score and (score.interval or key == contender.primary):
+            if score and (score.interval or key == comparison.report.primary.key):
                 flat[f"{contender.name}.{key}"] = score.mean
             if score and score.interval:
                 flat[f"{contender.name}.{key}_interval"] = f"[{score.interval.low:.3f}, {score.interval.high:.3f}]"
