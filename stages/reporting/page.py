@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import matplotlib as mpl
 import numpy as np
@@ -27,7 +27,7 @@ from rich.text import Text
 
 from stages.core.atomic import atomic_write
 from stages.evaluation.statistics import Floats, Interval
-from stages.reporting.compare import Comparison, Contender, Metric, interval_words
+from stages.reporting.compare import Comparison, Metric, interval_words
 from stages.reporting.runs import FAILURE, Run
 from stages.reporting.sections import (
     comparison_markdown,
@@ -147,7 +147,9 @@ def render_page(comparison: Comparison, *, profile: str) -> str:
     )
     environment.globals["cell_text"] = cell_text
     report, runs = comparison.report, comparison.runs
-    colours = contender_colours(comparison.contenders)
+    numbers = itertools.cycle(range(1, 8))
+    # A recipe has its colour whether or not others were run.
+    colours = {each.name: f"series-{next(numbers) if each.baseline else 0}" for each in comparison.contenders}
     return environment.get_template(TEMPLATE).render(
         comparison=comparison,
         report=report,
@@ -164,12 +166,6 @@ def render_page(comparison: Comparison, *, profile: str) -> str:
         origin_warnings=origin_warnings(comparison.all_runs),
         design=design_words(comparison),
     )
-
-
-def contender_colours(contenders: Sequence[Contender]) -> dict[str, str]:
-    """Names of colours: grey for baselines, and for each recipe its own, whether or not others were run."""
-    recipes = itertools.cycle(range(1, 8))
-    return {each.name: "series-0" if each.baseline is None else f"series-{next(recipes)}" for each in contenders}
 
 
 def data_uri(media_type: str, content: bytes) -> str:
@@ -329,6 +325,14 @@ def plot_intervals(
     axes.grid(visible=False, axis="y")
     if reference is not None:
         axes.axvline(reference, color=theme["muted"], linewidth=1.1, linestyle=(0, (4, 3)))
+    write = partial(
+        axes.annotate,
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 8),
+        textcoords="offset points",
+        va="bottom",
+        bbox={"facecolor": theme["card"], "edgecolor": "none", "pad": 1.0},
+    )
     for index, row in enumerate(rows):
         colour = theme[row.colour]
         if row.interval is not None:
@@ -338,9 +342,8 @@ def plot_intervals(
             )  # fmt: skip
         axes.plot(row.value, index, "o", color=colour, markersize=6.5)
         axes.plot(row.dots, [index + 0.17] * len(row.dots), "o", color=colour, markersize=3.5, alpha=0.6)
-        background = {"facecolor": theme["card"], "edgecolor": "none", "pad": 1.0}
-        _write(axes, row.label, index, at="left", color=theme["ink"], bbox=background)
-        _write(axes, row.text, index, at="right", color=theme["muted"], bbox=background, fontsize=9)
+        write(row.label, (0, index), ha="left", color=theme["ink"])
+        write(row.text, (1, index), ha="right", color=theme["muted"], fontsize=9)
     axes.set_ylim(len(rows) - 0.65, -0.8)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
@@ -356,17 +359,3 @@ def smooth(values: Floats, share: float = 0.15) -> Floats:
     half = int(len(values) * share / 2)
     windows = (values[max(0, index - half) : index + half + 1] for index in range(len(values)))
     return np.array([np.nanmean(window) if np.isfinite(window).any() else np.nan for window in windows])
-
-
-def _write(axes: Axes, text: str, row: int, *, at: Literal["left", "right"], **style: Any) -> None:
-    """Write text above a row, at one end of it."""
-    axes.annotate(
-        text,
-        (0 if at == "left" else 1, row),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 8),
-        textcoords="offset points",
-        ha=at,
-        va="bottom",
-        **style,
-    )

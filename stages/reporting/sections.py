@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from math import isclose
-from typing import Any, TypeAlias
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -54,9 +54,6 @@ _DONE = {
 }
 """Participle by stage."""
 
-RunProvenance: TypeAlias = tuple[str, Provenance]
-"""The name of a run, and the record of one of its stages."""
-
 
 def report_tables(comparison: Comparison) -> dict[str, Table]:
     """The tables of a report that have any rows, by name, in the order of the page."""
@@ -67,7 +64,7 @@ def report_tables(comparison: Comparison) -> dict[str, Table]:
         "evidence": evidence_table(comparison),
         "differing": differing,
         "shared": shared,
-        "trainable": trainable_table([run for run in runs if run.plan]),
+        "trainable": trainable_table(runs),
         "costs": cost_table(runs),
         "quantization": quantization_table(runs, comparison.report.primary),
         "exports": exports_table(comparison),
@@ -175,7 +172,7 @@ def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
 def flat_costs(comparison: Comparison) -> dict[str, float | str]:
     """Costs of each model's training for `dvc metrics`: memory in GiB, predicted and measured, and minutes."""
     flat: dict[str, float | str] = {}
-    for run in (contender.runs[0] for contender in comparison.evaluated):
+    for run in comparison.runs:
         if run.training:
             sizes = {kind: run.metrics.get(f"memory_{kind}_gib") for kind in ("predicted", "measured")}
             flat |= {f"{run.name}.{kind}_gib": size for kind, size in sizes.items() if size is not None}
@@ -214,8 +211,8 @@ def design_words(comparison: Comparison) -> list[str]:
     """The limits that samples, seeds, split and engines set to the claims of the report, a sentence or two each."""
     number, unit = comparison.samples_text, "group" if comparison.counts[1] else "sample"
     samples = f"{number}; intervals are {LEVEL:.0%}, paired by {unit}."
+    limits = [*_run_words(comparison.all_runs), *_batch_words(comparison), *comparison.notes]
     if too_few(*comparison.counts):
-        limits = [*_run_words(comparison.all_runs), *_batch_words(comparison), *comparison.notes]
         return [f"{number}: too few for any interval or verdict.", *limits]
     families = [insight.difference.family for insight in comparison.insights if insight.difference]
     if families and comparison.over_seeds:
@@ -225,15 +222,7 @@ def design_words(comparison: Comparison) -> list[str]:
         )
     elif families:
         samples += f" p is corrected for {pluralize(families[0], 'question')}."
-    return [
-        samples,
-        *_alike_words(comparison),
-        *_power_words(comparison),
-        *_seed_words(comparison),
-        *_run_words(comparison.all_runs),
-        *_batch_words(comparison),
-        *comparison.notes,
-    ]
+    return [samples, *_alike_words(comparison), *_power_words(comparison), *_seed_words(comparison), *limits]
 
 
 def _alike_words(comparison: Comparison) -> Iterator[str]:
@@ -280,9 +269,7 @@ def _run_words(runs: Sequence[Run]) -> Iterator[str]:
     if splits := {str(run.metrics["split"]) for run in runs if "split" in run.metrics}:
         reason = ", which settings are chosen by: no result to report." if "selection" in splits else "."
         yield f"Scored on the split {', '.join(splits)}{reason}"
-    by_engine: dict[str, list[str]] = {}
-    for run in runs:
-        by_engine.setdefault(str(run.metrics.get("engine", "transformers")), []).append(run.name)
+    by_engine = _grouped((str(run.metrics.get("engine", "transformers")), run.name) for run in runs)
     if len(by_engine) > 1:
         engines = "; ".join(f"{engine}: {', '.join(names)}" for engine, names in by_engine.items())
         yield f"Completions are not all from one engine, and differences may come from the engines ({engines})."
@@ -296,10 +283,7 @@ def _batch_words(comparison: Comparison) -> Iterator[str]:
     again = [run for run in runs if f"{REBATCHED}{key}" in run.metrics]
     if not again:
         return
-    by_size: dict[str, dict[str, None]] = {}
-    for run in runs:
-        if size := run.metrics.get("batch_size"):
-            by_size.setdefault(str(size), {})[run.name] = None
+    by_size = _grouped((str(size), run.name) for run in runs if (size := run.metrics.get("batch_size")))
     sizes = "; ".join(f"{size}: {', '.join(names)}" for size, names in by_size.items())
     if len(by_size) > 1:
         yield (
@@ -383,10 +367,8 @@ def settings_tables(by_run: Mapping[str, Mapping[str, str]]) -> tuple[Table, Tab
 
 
 def trainable_table(runs: Sequence[Run]) -> Table:
-    """Trained parameters by part, and their share of all; a base trains none."""
-    # Counted by the training, or else by the plan.
-    counted_by = {run.name: run.training or run.plan for run in runs}
-    counts = {name: record.trainable if record else {} for name, record in counted_by.items()}
+    """Trained parameters by part, and their share of all; no row for a base, which trains none."""
+    counts = {run.name: run.training.trainable for run in runs if run.training}
     parts = [part for part in PARTS if any(count.get(part) for count in counts.values())]  # text models have one only
     columns = (
         Column("model", "Model"),
@@ -395,11 +377,10 @@ def trainable_table(runs: Sequence[Run]) -> Table:
         Column("all", "All parameters", ","),
         Column("share", "Share", ".2%"),
     )
-    rows = []
-    for name, count in counts.items():
-        total, everything = count.get("total"), count.get("all")
-        share = total / everything if total is not None and everything else None
-        rows.append((name, *(count.get(part) for part in parts), total, everything, share))
+    rows = [
+        (name, *(count.get(part) for part in parts), count["total"], count["all"], count["total"] / count["all"])
+        for name, count in counts.items()
+    ]
     return Table.of(columns, rows, title="Trained parameters")
 
 
@@ -550,12 +531,12 @@ def origins_table(runs: Sequence[Run]) -> Table:
         Column("started", "Started (UTC)"),
         Column("seconds", "Took", "seconds"),
     )
-    rows = {}
-    for name, record in _records(runs):
+    rows = []
+    for name, record in [(run.name, record) for run in runs for record in run.provenance]:
         if _stage(record) in ("train", "baseline"):
             inputs = {path: short(digest) for path, digest in record.inputs.items()}
             bases = (record.plan["base_dir"],) if record.plan else ("data/bases/", "data/builds/")
-            rows[name] = (
+            cells = (
                 name,
                 _commit(record) + (f" + {len(record.changed)} changed" if record.changed else ""),
                 record.image or record.engine,
@@ -567,42 +548,35 @@ def origins_table(runs: Sequence[Run]) -> Table:
                 record.started.replace("T", " ").removesuffix("+00:00"),
                 record.seconds,
             )
+            rows.append(cells)
     lead = (
         "The record of each model's training, or of its evaluation if it was not trained. Digests are of contents; "
         "data/provenance has the rest."
     )
-    return Table.of(columns, rows.values(), title="Where it comes from", lead=lead)
+    return Table.of(columns, rows, title="Where it comes from", lead=lead)
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:
     """Differences in code, devices and packages between runs, which may explain differences of their scores."""
-    records = _records(runs)
-    changed: dict[str, set[str]] = {}
-    codes: dict[str, set[str]] = {}
-    for name, record in records:
-        changed.setdefault(name, set()).update(record.changed_code)
-        codes.setdefault(_stage(record), set()).add(record.code)
+    records = [(run.name, record) for run in runs for record in run.provenance]
+    changed = _grouped((name, path) for name, record in records for path in record.changed_code)
     warnings = [
         f"{name} was made with changes that no commit has: {join_truncated(sorted(files))}."
         for name, files in changed.items()
-        if files
     ]
-    if commits := _groups(records, _commit):
+    if commits := _differing((_commit(record), name) for name, record in records):
+        codes = _grouped((_stage(record), record.code) for _, record in records)
         differs = any(len(of_stage) > 1 for of_stage in codes.values())
         code = "and so does the code that made them" if differs else "though the code that made them is the same"
         warnings.append(f"The commits of the runs differ, {code}: {commits}.")
     # Compared by stage: a model may well be trained on other devices than it is evaluated on.
     for done in dict.fromkeys(_DONE.values()):
-        alike = [each for each in records if _DONE.get(_stage(each[1])) == done]
-        if devices := _groups(alike, lambda record: record.device):
+        alike = [(record.device, name) for name, record in records if _DONE.get(_stage(record)) == done]
+        if devices := _differing(alike):
             warnings.append(f"Not all were {done} on the same device: {devices}.")
-    if locks := _groups(records, lambda record: short(record.lock) if record.lock else "not known"):
+    if locks := _differing((short(record.lock) if record.lock else "not known", name) for name, record in records):
         warnings.append(f"The locked packages of the runs differ: {locks}.")
     return warnings
-
-
-def _records(runs: Iterable[Run]) -> list[RunProvenance]:
-    return [(run.name, record) for run in runs for record in run.provenance]
 
 
 def _stage(record: Provenance) -> str:
@@ -613,9 +587,15 @@ def _commit(record: Provenance) -> str:
     return short(record.commit) if record.commit else "not known"
 
 
-def _groups(records: Iterable[RunProvenance], fact: Callable[[Provenance], str]) -> str:
-    """`one (r1, r2), other (r3)` if a fact is not the same for all, else ""."""
-    runs: dict[str, dict[str, None]] = {}
-    for name, record in records:
-        runs.setdefault(fact(record), {})[name] = None
+def _differing(facts: Iterable[tuple[str, str]]) -> str:
+    """`one (r1, r2), other (r3)` of pairs (fact, run) if the fact is not the same for all, else ""."""
+    runs = _grouped(facts)
     return ", ".join(f"{value} ({', '.join(names)})" for value, names in runs.items()) if len(runs) > 1 else ""
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The second of the pairs by the first, each once, in order."""
+    groups: dict[str, list[str]] = {}
+    for first, second in dict.fromkeys(pairs):
+        groups.setdefault(first, []).append(second)
+    return groups
