@@ -4,10 +4,11 @@ import atexit
 import gc
 import logging
 import os
+import sys
 
-from stages.core.errors import install_excepthook
+from stages.core.errors import excepthook
 
-install_excepthook()
+sys.excepthook = excepthook
 
 # torch.compile compiles nothing here. bitsandbytes calls it when it is imported, for which torch loads all that it
 # compiles with: a second. Triton's own kernels, as in TRL's loss, do not pass through it and run all the same.

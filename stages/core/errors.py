@@ -61,15 +61,11 @@ def join_truncated(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
-def install_excepthook() -> None:
-    """End this process with a message instead of a traceback on a full disk and on Ctrl-C.
+def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """As `sys.excepthook`: ends the process with a message instead of a traceback on a full disk and on Ctrl-C.
 
     A hook, not a handler around each write: any write may fail, inside libraries too, and Ctrl-C may interrupt imports.
     """
-    sys.excepthook = _excepthook
-
-
-def _excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif is_disk_full(error):

@@ -48,11 +48,6 @@ class Lineage:
         if "base" in self.parents:
             yield from self.parents["base"].lineage.bases()
 
-    def root(self) -> Lineage:
-        """The base at the end of the chain."""
-        *_, last = self.bases()
-        return last
-
     def tree(self) -> Iterator[Lineage]:
         """Itself, and everything that it was made from."""
         yield self

@@ -9,7 +9,6 @@ and only comparison and publication read it.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,11 +96,6 @@ class Provenance(StageFile):
             return f"{names}, driver {self.driver or 'unknown'}"
         return f"{self.machine.cpu}, {self.machine.cores} cores" if self.machine else "CPU"
 
-    @property
-    def changed_code(self) -> list[str]:
-        """Changed files except params.yaml: the record has its settings."""
-        return [path for path in self.changed if path != "params.yaml"]
-
 
 def read_provenance(path: Path) -> Provenance:
     """Raises UserError, with the command that restores the file, if it is missing or damaged."""
@@ -112,9 +106,3 @@ def read_provenance(path: Path) -> Provenance:
 def records_dir(data_dir: Path, task: str) -> Path:
     """Folder of the records of the runs that a task's comparison shows."""
     return data_dir / Path(PROVENANCE_DIR).name / task
-
-
-def provenance_of_run(folder: Path, name: str) -> Iterator[Provenance]:
-    """The records of a recipe, or a baseline, in a folder of records, by stage."""
-    for path in sorted(folder.glob(f"*@{name}.json")):
-        yield read_provenance(path)

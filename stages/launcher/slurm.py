@@ -15,13 +15,12 @@ from contextlib import suppress
 
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
-from stages.core.records import rebuild
 from stages.launcher.messages import say
 from stages.launcher.pipeline import IN_STEP, PLACE_VARIABLE, Request
 from stages.launcher.process import forwarded_signals, start, wait_for
 from stages.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
 from stages.planning.plan import read_plan
-from stages.planning.prediction import GIB, PlannedMemory
+from stages.planning.prediction import GIB, read_memory
 
 PLACES = ("here", "slurm")
 
@@ -107,7 +106,7 @@ def host_gib(request: Request) -> float:
         return OTHER_GIB
     if not plan.trainable or stage not in ("train", "merge", "evaluate"):
         return OTHER_GIB
-    processes = plan.processes_per_node if stage == "train" else 1
+    processes = plan.device.count if stage == "train" and plan.is_data_parallel else 1
     copies = 2 if stage == "merge" else 1  # a merge reads back what it wrote
     weights_gib = plan.trainable["all"] * WEIGHT_BYTES[plan.memory.precision] / GIB
     gib = processes * (PROCESS_GIB + weights_gib * copies + plan.dataloader_workers)
@@ -116,7 +115,6 @@ def host_gib(request: Request) -> float:
         gib += 3 * plan.trainable["total"] * TRAINED_BYTES / GIB
     if not plan.on_gpu:
         with suppress(UserError):
-            path = runs_dir / request.name / "memory.json"
-            record = PlannedMemory.read(path, fix=rebuild(f"plan@{request.name}"))
+            record = read_memory(request.name, runs_dir=runs_dir)
             gib += processes * (record.prediction.total_bytes if stage == "train" else record.evaluation_bytes) / GIB
     return MARGIN * gib

@@ -115,10 +115,6 @@ class Plan(StageFile):
         return self.is_quantized or self.may_quantize
 
     @property
-    def processes_per_node(self) -> int:
-        return self.device.count if self.is_data_parallel else 1
-
-    @property
     def samples_per_step(self) -> int:
         """Samples of one optimizer step on one process."""
         return self.memory.micro_batch * self.schedule.grad_accumulation

@@ -98,9 +98,9 @@ class PlannedMemory(StageFile):
     """Completions at once: of params.yaml, or with `auto` the largest predicted to fit."""
 
 
-def read_memory(recipe: str) -> PlannedMemory:
+def read_memory(recipe: str, *, runs_dir: Path = Path("data/runs")) -> PlannedMemory:
     """Raises UserError if the record is missing or damaged."""
-    return PlannedMemory.read(Path("data/runs") / recipe / "memory.json", fix=rebuild(f"plan@{recipe}"))
+    return PlannedMemory.read(runs_dir / recipe / "memory.json", fix=rebuild(f"plan@{recipe}"))
 
 
 def prediction_metrics(prediction: Prediction, measured_bytes: int, *, on_cpu: bool) -> dict[str, float]:

@@ -199,9 +199,9 @@ def _metadata(publication: Publication) -> ModelCardData:
     hub: dict[str, list[str]] = {"base": [], "data": []}
     for each in publication.ingredients:
         hub[each.kind] += [each.repository] if each.repository else []
-    data, tag = publication.evaluated_on, pipeline_tag(publication.config)
-    on_data = [metric for metric in report.metrics if not metric.guard]
-    figures = [(metric, publication.contender.metric(metric.key)) for metric in on_data]
+    data, family = publication.evaluated_on, family_of(publication.config["model_type"])
+    tag = "text-generation" if family.vision is None else "image-text-to-text"
+    figures = [(each, publication.contender.metric(each.key)) for each in report.metrics if not each.guard]
     assert publication.trained.plan is not None
     # A single dataset of the hub has its place there, all others the name here.
     known = data[0] if len(data) == 1 and data[0].repository else None
@@ -229,11 +229,6 @@ def _metadata(publication: Publication) -> ModelCardData:
             if isinstance(value, int | float)
         ],
     )
-
-
-def pipeline_tag(config: Mapping[str, Any]) -> str:
-    """The hub's word for what a model with this config.json does."""
-    return "text-generation" if family_of(config["model_type"]).vision is None else "image-text-to-text"
 
 
 def _table(headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:

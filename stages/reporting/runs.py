@@ -22,7 +22,7 @@ from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, lineage_text, read_lineage
 from stages.core.params.schema import Params
-from stages.core.provenance import Provenance, provenance_of_run, records_dir
+from stages.core.provenance import Provenance, read_provenance, records_dir
 from stages.core.records import damaged, read_record, rebuild
 from stages.data.guards import GUARD, GUARDS_FILE
 from stages.data.parquet import read_rows, read_schema
@@ -111,7 +111,7 @@ class Run:
     memory: tuple[StageMemory, ...] = ()
     """Memory of the stages that made and evaluated it, in the order in which they ran."""
     provenance: tuple[Provenance, ...] = ()
-    """Records of the stages that made it, as far as there are any."""
+    """Records of the stages that made and evaluated it, as far as there are any, by stage."""
 
     @property
     def ordered_by(self) -> str:
@@ -188,9 +188,7 @@ def read_run(params: Params, report: TaskReport, name: str, data_dir: Path) -> R
         training=TrainingSummary.read(run_dir / "training/training.json", fix=fix) if trained else None,
         certificate=MergeCertificate.read(run_dir / "merge.json", fix=fix) if trained else None,
         curves={
-            figure: _read_curve(run_dir / path, fix)
-            for figure, path in CURVES.items()
-            if trained and (run_dir / path).is_file()
+            figure: _read_curve(run_dir / path, fix) for figure, path in CURVES.items() if (run_dir / path).is_file()
         },
         examples=_examples(rows, run_dir / EXAMPLES_DIR),
         memory=tuple(
@@ -198,7 +196,7 @@ def read_run(params: Params, report: TaskReport, name: str, data_dir: Path) -> R
             for maker, path in _memory_by_stage(params, report.task, name, data_dir).items()
             if path.is_file()
         ),
-        provenance=tuple(provenance_of_run(records_dir(data_dir, report.task), name)),
+        provenance=tuple(map(read_provenance, sorted(records_dir(data_dir, report.task).glob(f"*@{name}.json")))),
     )
 
 

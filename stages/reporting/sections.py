@@ -488,22 +488,18 @@ def memory_table(runs: Sequence[Run]) -> Table:
     columns = (
         Column("model", "Model"),
         Column("stage", "Stage"),
-        Column("free", "Free before", "bytes"),
-        Column("before_load", "Before loading", "bytes"),
-        Column("after_load", "After loading", "bytes"),
-        Column("peak", "Peak", "bytes"),
-        Column("left", "Left for the work", "bytes"),
+        Column("free_before_bytes", "Free before", "bytes"),
+        Column("used_before_bytes", "Before loading", "bytes"),
+        Column("used_loaded_bytes", "After loading", "bytes"),
+        Column("peak_bytes", "Peak", "bytes"),
+        Column("free_loaded_bytes", "Left for the work", "bytes"),
         Column("memory_kind", "Memory of"),
     )
     rows = [
         (
             run.name,
             memory.stage if memory.name == run.name else f"{memory.stage} {memory.name}",
-            memory.free_before_bytes,
-            memory.used_before_bytes,
-            memory.used_loaded_bytes,
-            memory.peak_bytes,
-            memory.free_loaded_bytes,
+            *(getattr(memory, column.key) for column in columns[2:-1]),
             f"tensors on {pluralize(memory.gpus, 'GPU')}" if memory.gpus else "the whole process, on the CPU",
         )
         for run in runs
@@ -559,7 +555,8 @@ def origins_table(runs: Sequence[Run]) -> Table:
 def origin_warnings(runs: Sequence[Run]) -> list[str]:
     """Differences in code, devices and packages between runs, which may explain differences of their scores."""
     records = [(run.name, record) for run in runs for record in run.provenance]
-    changed = _grouped((name, path) for name, record in records for path in record.changed_code)
+    # Of params.yaml, a record has the settings that its stage read.
+    changed = _grouped((name, path) for name, record in records for path in record.changed if path != "params.yaml")
     warnings = [
         f"{name} was made with changes that no commit has: {join_truncated(sorted(files))}."
         for name, files in changed.items()

@@ -18,7 +18,6 @@ from stages.evaluation.statistics import Interval
 
 Cell = str | int | float | Interval | None
 ABSENT = "–"
-EMPHASIS = "bold green"
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,6 @@ class Table:
     title: str = ""
     lead: str = ""
     """Sentences that introduce it."""
-
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            assert len(row.cells) == len(self.columns), (row.cells, self.columns)
 
     @classmethod
     def of(cls, columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, title: str = "", lead: str = "") -> Table:
@@ -104,7 +99,7 @@ def terminal_table(table: Table) -> RichTable:
         shown.add_column(Text(column.heading), justify="right" if column.numeric else "left", overflow="fold")
     for row in table.rows:
         texts = [Text(text) for text in _texts(table, row)]
-        shown.add_row(*texts, style=EMPHASIS if row.emphasised else None)
+        shown.add_row(*texts, style="bold green" if row.emphasised else None)
     return shown
 
 

@@ -10,10 +10,7 @@ import pyarrow as pa
 import pytest
 from safetensors import SafetensorError
 
-from stages.core.errors import (
-    install_excepthook,
-    is_disk_full,
-)
+from stages.core.errors import excepthook, is_disk_full
 from stages.core.signals import handling
 from tests import ROOT
 
@@ -36,10 +33,8 @@ def caused_by(cause: Exception) -> Exception:
         caused_by(OSError(errno.ENOSPC, WORDS)),
     ],
 )
-def test_a_full_disk_is_one_line_whichever_library_writes(error: Exception, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.excepthook", None)
-    install_excepthook()
-    sys.excepthook(type(error), error, None)
+def test_a_full_disk_is_one_line_whichever_library_writes(error: Exception, capsys) -> None:
+    excepthook(type(error), error, None)
     assert capsys.readouterr().err.startswith("Error: the disk is full: ")
 
 
