@@ -111,16 +111,12 @@ def prediction_metrics(prediction: Prediction, measured_bytes: int, *, on_cpu: b
     passes = max(prediction.phases["forward"], prediction.phases["backward"])
     predicted_bytes = passes if on_cpu else prediction.allocated_bytes
     return {
-        "memory_predicted_gib": in_gib(predicted_bytes),
-        "memory_measured_gib": in_gib(measured_bytes),
+        # To the nearest kB, so that a tiny model's sizes are not rounded to 0.
+        "memory_predicted_gib": round(predicted_bytes / GIB, 6),
+        "memory_measured_gib": round(measured_bytes / GIB, 6),
         "memory_error": round(predicted_bytes / measured_bytes - 1, 4),
     }
 
 
 def gib_text(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
-
-
-def in_gib(num_bytes: int) -> float:
-    """To the nearest kB, so that a tiny model's sizes are not rounded to 0."""
-    return round(num_bytes / GIB, 6)

@@ -7,7 +7,7 @@ lineage, the plan and the records do not say.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from stages.reporting.sections import (
     quantization_table,
     trainable_table,
 )
-from stages.reporting.tables import Column, Table, escape_markdown, markdown
+from stages.reporting.tables import Table, escape_markdown, markdown
 
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
@@ -129,9 +129,9 @@ def write_card(publication: Publication, folder: Path) -> None:
         insights=[each for each in comparison.insights if run.name in (each.ours, each.theirs)],
         design=[*design_words(comparison), *origin_warnings(comparison.all_runs)],
         examples={kind: run.examples[kind] for kind in EXAMPLE_KINDS if run.examples[kind]},
-        settings=_table(("Setting", "Value"), plan_settings(trained.plan).items()),
+        settings=Table.of(("Setting", "Value"), plan_settings(trained.plan).items()),
         trained=trainable_table([trained]),
-        ingredients=_table(
+        ingredients=Table.of(
             ("Kind", "Name", "From", "Licence"),
             [(each.kind, each.name, each.words, each.licence or "not known") for each in publication.ingredients],
         ),
@@ -229,10 +229,6 @@ def _metadata(publication: Publication) -> ModelCardData:
             if isinstance(value, int | float)
         ],
     )
-
-
-def _table(headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:
-    return Table.of([Column(heading, heading) for heading in headings], rows)
 
 
 def _template_messages(question: Conversation) -> list[dict[str, Any]]:

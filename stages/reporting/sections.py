@@ -356,14 +356,13 @@ def settings_tables(by_run: Mapping[str, Mapping[str, str]]) -> tuple[Table, Tab
         usual = Counter(values).most_common(1)[0][0]
         marked = frozenset(column for column, value in enumerate(values, start=1) if value != usual)
         differing.append(Row(cells=(path, *values), marked=marked))
-    setting = Column("setting", "Setting")
     of_runs = Table(
-        columns=(setting, *(Column(name, name) for name in by_run)),
+        columns=tuple(Column(heading, heading) for heading in ("Setting", *by_run)),
         rows=tuple(differing),
         title="Settings that differ",
         lead="A value is marked if it is not the most common of its row.",
     )
-    return of_runs, Table.of([setting, Column("value", "Value")], shared, title="Settings that all recipes share")
+    return of_runs, Table.of(("Setting", "Value"), shared, title="Settings that all recipes share")
 
 
 def trainable_table(runs: Sequence[Run]) -> Table:
@@ -478,9 +477,8 @@ def changed_table(comparison: Comparison) -> Table:
         for export, pairs in _exports(comparison)
         for sample, theirs, ours in [pair for pair in pairs if pair[1] != pair[2]][:MOST_CHANGED]
     ]
-    columns = [Column(heading, heading) for heading in headings]
     lead = f"At most {MOST_CHANGED} of each export."
-    return Table.of(columns, rows, title="Completions that an export changed", lead=lead)
+    return Table.of(headings, rows, title="Completions that an export changed", lead=lead)
 
 
 def memory_table(runs: Sequence[Run]) -> Table:

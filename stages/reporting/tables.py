@@ -53,10 +53,12 @@ class Table:
     """Sentences that introduce it."""
 
     @classmethod
-    def of(cls, columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, title: str = "", lead: str = "") -> Table:
-        """A table of plain rows."""
-        plain = tuple(Row(cells=tuple(cells)) for cells in rows)
-        return cls(columns=tuple(columns), rows=plain, title=title, lead=lead)
+    def of(
+        cls, columns: Iterable[Column | str], rows: Iterable[Sequence[Cell]], *, title: str = "", lead: str = ""
+    ) -> Table:
+        """A table of plain rows; a column of texts may be given by its heading alone."""
+        headed = tuple(each if isinstance(each, Column) else Column(each, each) for each in columns)
+        return cls(columns=headed, rows=tuple(Row(cells=tuple(cells)) for cells in rows), title=title, lead=lead)
 
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:

@@ -209,10 +209,6 @@ class MemoryParams(StepParams):
     """If a recipe is predicted not to fit: refuse it with its budget; auto: use the cheapest settings that fit; off:
     train anyway. fill: like auto, and if there is room, use the fastest settings that fit."""
 
-    @property
-    def native(self) -> bool:
-        return self.instructions == "native"
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationParams:
@@ -488,7 +484,6 @@ class PredictionsParams:
     """The recipe's task; its module `predictions` reads the inputs."""
     recipe: Name
     inputs: Annotated[str, form("data(/[^/.][^/]*)+", "a file below data/")]
-    """A file below data/."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
