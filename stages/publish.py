@@ -70,13 +70,11 @@ def gather(params: Params, run: str) -> Publication:
     by_name = {each.name: each for each in comparison.contenders}
     contender, trained = by_name[run], by_name[recipe_name]
     for each in (trained, contender):
-        if each.run is None:
+        if not each.runs:
             raise UserError(f"{each.name} has not been evaluated; run: dvc repro {each.stage}")
-    assert contender.run
-    assert trained.run
-    if contender.run.model != model.digest:
+    if (evaluated := contender.runs[0].model) != model.digest:
         raise UserError(
-            f"{run} was evaluated with content {short(contender.run.model)}, but {model_dir} now holds "
+            f"{run} was evaluated with content {short(evaluated)}, but {model_dir} now holds "
             f"{short(model.digest)}; evaluate it again with: dvc repro {contender.stage}"
         )
     samples, prepared_dir = load_task(recipe.task, "samples"), DATA_DIR / "prepared" / recipe.data
@@ -90,7 +88,7 @@ def gather(params: Params, run: str) -> Publication:
     return Publication(
         comparison=comparison,
         contender=contender,
-        trained=trained.run,
+        trained=trained.runs[0],
         export=params.exports.get(run),
         model=model,
         model_dir=model_dir,

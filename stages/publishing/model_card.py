@@ -91,8 +91,7 @@ class Publication:
 
     @property
     def run(self) -> Run:
-        assert self.contender.run is not None
-        return self.contender.run
+        return self.contender.runs[0]
 
     @property
     def max_new_tokens(self) -> int:

@@ -443,10 +443,8 @@ def _exports(comparison: Comparison) -> Iterator[tuple[Contender, list[tuple[str
     for contender in comparison.evaluated:
         if contender.export_of and contender.run:
             model, own = runs.get(contender.export_of), contender.run
-            yield (
-                contender,
-                list(zip(own.sample_ids, model.completions if model else (), own.completions, strict=False)),
-            )
+            completions = model.completions if model else ()
+            yield contender, list(zip(own.sample_ids, completions, own.completions, strict=False))
 
 
 def exports_table(comparison: Comparison) -> Table:

@@ -109,11 +109,10 @@ def _top_level(params: Params) -> Problems:
         yield "profile", _unknown("profile is called", params.profile, params.profiles)
     else:
         yield from _device(params)
+        if params.scored == "test" and not any(dataset.splits.test for dataset in params.active.datasets.values()):
+            yield "scored", f"is test, but no dataset of profiles.{params.profile} has files below splits.test"
     if params.scored == "selection" and not params.data.selection:
         yield "scored", "is selection, but data.selection sets no samples aside; e.g. 0.15"
-    datasets = params.profiles[params.profile].datasets.values() if params.profile in params.profiles else ()
-    if params.scored == "test" and not any(dataset.splits.test for dataset in datasets):
-        yield "scored", f"is test, but no dataset of profiles.{params.profile} has files below splits.test"
 
 
 def _device(params: Params) -> Problems:
