@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, field
+from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
 
@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.environment import usable_cores
 from stages.core.errors import UserError
-from stages.core.records import STRICT, read_record
+from stages.core.records import STRICT, StageFile
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -30,7 +30,7 @@ LINEAGE_FILE = "lineage.json"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Lineage:
+class Lineage(StageFile):
     kind: str
     """base, trained, merged or built; answers for a file of them."""
     name: str
@@ -146,13 +146,8 @@ def write_lineage(
             for role, (path, parent) in (parents or {}).items()
         },
     )
-    (folder / LINEAGE_FILE).write_text(lineage_text(lineage), encoding="utf-8")
+    lineage.write(folder / LINEAGE_FILE)
     return lineage
-
-
-def lineage_text(lineage: Lineage) -> str:
-    """The content of lineage.json."""
-    return json.dumps(asdict(lineage), indent=2) + "\n"
 
 
 def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, fix: str = "dvc repro") -> Lineage:
@@ -163,7 +158,7 @@ def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, fix: str = "dvc repr
     path = folder / name
     if not path.exists():
         raise UserError(f"{path} is missing: {folder} was not made by a stage of this pipeline")
-    return read_record(Lineage, path, fix=fix)
+    return Lineage.read(path, fix=fix)
 
 
 def verified_lineage(folder: Path, *, fix: str) -> Lineage:
