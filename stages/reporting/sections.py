@@ -551,7 +551,7 @@ def origins_table(runs: Sequence[Run]) -> Table:
 def origin_warnings(runs: Sequence[Run]) -> list[str]:
     """Differences in code, devices and packages between runs, which may explain differences of their scores."""
     records = [(run.name, record) for run in runs for record in run.provenance]
-    # Of params.yaml, a record has the settings that its stage read.
+    # Without params.yaml: a record has the settings that its stage reads.
     changed = _grouped((name, path) for name, record in records for path in record.changed if path != "params.yaml")
     warnings = [
         f"{name} was made with changes that no commit has: {join_truncated(sorted(files))}."
