@@ -62,7 +62,7 @@ def join_truncated(names: Sequence[str], most: int = 5) -> str:
 
 
 def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """As `sys.excepthook`: ends the process with a message instead of a traceback on a full disk and on Ctrl-C.
+    """For `sys.excepthook`: a message instead of a traceback on a full disk and on Ctrl-C.
 
     A hook, not a handler around each write: any write may fail, inside libraries too, and Ctrl-C may interrupt imports.
     """

@@ -34,7 +34,7 @@ SAMPLE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class StageMemory(StageFile):
-    """Sizes are sums over GPUs, whose peaks need not be at one moment."""
+    """Sizes are sums over GPUs; their peaks need not be at one moment."""
 
     stage: str
     name: str
