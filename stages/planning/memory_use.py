@@ -17,39 +17,41 @@ from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from threading import Event, Thread
 from traceback import walk_tb
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import psutil
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import OutOfMemory, pluralize
 from stages.core.records import STRICT, StageFile
-from stages.planning.prediction import Bytes, gib_text
 
 log = logging.getLogger("stages")
 
+GIB = 2**30
 SAMPLE_S = 2.0
 """Seconds between two readings of a GPU's utilization and power; NVML averages over one second at most."""
+
+Amount = Annotated[int, Field(ge=0, lt=2**63)]
+"""Bytes, summed over GPUs; their peaks need not be at one moment."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class StageMemory(StageFile):
-    """Sizes are sums over GPUs; their peaks need not be at one moment."""
-
     stage: str
     name: str
     """Recipe, baseline or build."""
     gpus: int
     """Number of GPUs with tensors of this process; of several processes the first one counts, on its GPU. 0 on a CPU,
     where all resident memory counts, Python and its libraries included."""
-    used_before_bytes: Bytes
+    used_before_bytes: Amount
     """Right before the stage loads a model."""
-    free_before_bytes: Bytes
+    free_before_bytes: Amount
     """On the device, whichever process uses the rest; on a CPU on the machine or in the container."""
-    used_loaded_bytes: Bytes
+    used_loaded_bytes: Amount
     """After loading; the largest, where several models are loaded one after the other."""
-    free_loaded_bytes: Bytes
-    peak_bytes: Bytes
+    free_loaded_bytes: Amount
+    peak_bytes: Amount
 
 
 class Reading(NamedTuple):
@@ -86,7 +88,7 @@ class MemoryLog:
         end = self._read("at the end")
         # The kernel counts a core's last pages late, so its peak can be below a reading before it.
         peak_bytes = max(end.peak_bytes, *(each.used_bytes for each in (self._before, self._loaded, end)))
-        log.info("memory at its peak: %s GiB", gib_text(peak_bytes))
+        log.info("memory at its peak: %.2f GiB", peak_bytes / GIB)
         return StageMemory(
             stage=stage,
             name=name,
@@ -105,8 +107,8 @@ class MemoryLog:
     def _read(self, when: str) -> Reading:
         reading = reading_of(self._gpus)
         what = f"in tensors on {pluralize(len(self._gpus), 'GPU')}" if self._gpus else "resident"
-        used_gib, free_gib = gib_text(reading.used_bytes), gib_text(reading.free_bytes)
-        log.info("memory %s: %s GiB %s; %s GiB free", when, used_gib, what, free_gib)
+        used_gib, free_gib = reading.used_bytes / GIB, reading.free_bytes / GIB
+        log.info("memory %s: %.2f GiB %s; %.2f GiB free", when, used_gib, what, free_gib)
         return reading
 
 
