@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field
+from dataclasses import asdict, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
 
@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.environment import usable_cores
 from stages.core.errors import UserError
-from stages.core.records import STRICT, StageFile
+from stages.core.records import STRICT, read_record
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -30,7 +30,7 @@ LINEAGE_FILE = "lineage.json"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Lineage(StageFile):
+class Lineage:
     kind: str
     """base, trained, merged or built; answers for a file of them."""
     name: str
@@ -146,8 +146,13 @@ def write_lineage(
             for role, (path, parent) in (parents or {}).items()
         },
     )
-    lineage.write(folder / LINEAGE_FILE)
+    (folder / LINEAGE_FILE).write_text(lineage_text(lineage), encoding="utf-8")
     return lineage
+
+
+def lineage_text(lineage: Lineage) -> str:
+    """The content of lineage.json."""
+    return json.dumps(asdict(lineage), indent=2) + "\n"
 
 
 def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, fix: str = "dvc repro") -> Lineage:
@@ -158,7 +163,7 @@ def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, fix: str = "dvc repr
     path = folder / name
     if not path.exists():
         raise UserError(f"{path} is missing: {folder} was not made by a stage of this pipeline")
-    return Lineage.read(path, fix=fix)
+    return read_record(Lineage, path, fix=fix)
 
 
 def verified_lineage(folder: Path, *, fix: str) -> Lineage:

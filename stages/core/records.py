@@ -58,8 +58,9 @@ class StageFile:
     def write(self, path: Path) -> None:
         """Write the file whole, in place of an older one."""
         assert is_dataclass(self)
-        text = json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
-        atomic_write(yaml_text(json.loads(text)) if path.suffix == ".yaml" else text, path)
+        content = json.loads(json.dumps(asdict(self)))
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        atomic_write(yaml_text(content) if path.suffix == ".yaml" else text, path)
 
 
 def yaml_text(content: Any) -> str:

@@ -6,6 +6,7 @@ joins its comparison without being listed anywhere.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from pydantic import Field
 
 from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError
-from stages.core.lineage import Lineage, json_digest, read_lineage
+from stages.core.lineage import Lineage, lineage_text, read_lineage
 from stages.core.params.schema import Params
 from stages.core.provenance import Provenance, read_provenance, records_dir
 from stages.core.records import damaged, read_record, rebuild
@@ -125,7 +126,7 @@ def report_runs_dir(data_dir: Path, task: str) -> Path:
 def copy_to_report(run_dir: Path, report_run_dir: Path, *, lineage: Lineage) -> None:
     """Copy REPORT_FILES of a run, in the layout of the run folder, and write the lineage of what was evaluated."""
     with atomic_folder(report_run_dir) as folder:
-        lineage.write(folder / MODEL_LINEAGE_FILE)
+        (folder / MODEL_LINEAGE_FILE).write_text(lineage_text(lineage), encoding="utf-8")
         for name in REPORT_FILES:
             source, target = run_dir / name, folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +224,8 @@ def refuse_different_samples(runs: Sequence[Run]) -> None:
     if len(groups) <= 1:
         return
     lines = [
-        f"  {', '.join(run.name for run in group)}: {len(group[0].samples)} samples, digest {json_digest(samples)[:8]}"
+        f"  {', '.join(run.name for run in group)}: {len(group[0].samples)} samples, digest "
+        + hashlib.sha256("\n".join(samples).encode()).hexdigest()[:8]
         for samples, group in groups.items()
     ]
     raise UserError(

@@ -5,15 +5,13 @@ Offline runs are in .bakeoff/tracking, for reading there or for `wandb sync`. No
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.core.errors import UserError
-from stages.core.lineage import LINEAGE_FILE, Lineage
+from stages.core.lineage import LINEAGE_FILE, Lineage, lineage_text
 from stages.core.params.schema import TrackingParams
 from stages.reporting.tables import Table, csv_rows
 from stages.training.records import set_up_tracking
@@ -47,7 +45,7 @@ def track_evaluation(
         run.log({"metrics": _table(["figure", "value"], [*metrics.items()]), "examples": shown, **images})
         artifact = wandb.Artifact(name, type="model", metadata={"digest": model.digest})
         with artifact.new_file(LINEAGE_FILE) as file:
-            json.dump(asdict(model), file, indent=2)
+            file.write(lineage_text(model))
         run.log_artifact(artifact)
 
 
