@@ -332,7 +332,7 @@ def main(
         )
     predicting = Console(stderr=True).status(f"{recipe}: predicting", spinner="line")
     # A CPU is as fast as in a stage.
-    pinned = SET | pinned_instructions(os.environ, native=predictions.params.active.memory.instructions == "native")
+    pinned = SET | pinned_instructions(os.environ, native=predictions.params.active.memory.native)
     with predicting, patch.dict(os.environ, pinned):
         predicted, lines = predictions.recipe_memory(recipe, timed=True)
     if as_json:

@@ -198,7 +198,7 @@ class SealedEngine:
             request.caller,
             network=request.network,
             terminal=terminal,
-            native=request.params.active.memory.instructions == "native",
+            native=request.params.active.memory.native,
             num_nodes=request.num_nodes,
         )
         return passed, {**given, **request.variables(self.image), "BAKEOFF_IMAGE": self.image[1]}

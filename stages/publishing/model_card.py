@@ -199,8 +199,9 @@ def _metadata(publication: Publication) -> ModelCardData:
     for each in publication.ingredients:
         hub[each.kind] += [each.repository] if each.repository else []
     data, family = publication.evaluated_on, family_of(publication.config["model_type"])
-    tag = "text-generation" if family.vision is None else "image-text-to-text"
-    figures = [(each, publication.contender.metric(each.key)) for each in report.metrics if not each.guard]
+    task = "text-generation" if family.vision is None else "image-text-to-text"  # in the hub's words
+    on_data = [metric for metric in report.metrics if not metric.guard]
+    figures = [(metric, publication.contender.metric(metric.key)) for metric in on_data]
     assert publication.trained.plan is not None
     # A single dataset of the hub has its place there, all others the name here.
     known = data[0] if len(data) == 1 and data[0].repository else None
@@ -209,12 +210,12 @@ def _metadata(publication: Publication) -> ModelCardData:
         base_model=hub["base"] or None,
         datasets=hub["data"] or None,
         library_name="gguf" if publication.export and publication.export.format == "gguf" else "transformers",
-        pipeline_tag=tag,
+        pipeline_tag=task,
         tags=["bakeoff", report.task],
         model_name=run.name,
         eval_results=[
             EvalResult(
-                task_type=tag,
+                task_type=task,
                 task_name=report.title,
                 dataset_type=str(known.repository) if known else data[0].place,
                 dataset_name=Path(publication.trained.plan.data_dir).name,

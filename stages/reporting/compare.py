@@ -121,7 +121,9 @@ class Contender:
     runs: tuple[Run, ...] = ()
     """Its trainings, each under a seed of its own; empty if it was not evaluated."""
     scores: Mapping[str, Score | None] = field(default_factory=dict)
-    """Score by metric key, for metrics with evidence, the primary one first; None if no sample counts for a metric."""
+    """Score by metric key, for metrics with evidence; None if no sample counts for the metric."""
+    primary: str
+    """Key of the metric that ranks it."""
     left_out: str = ""
     """The reason why it is not compared; empty if it is."""
     export_of: str | None = None
@@ -145,7 +147,7 @@ class Contender:
     @property
     def score(self) -> Score:
         """Its score by the primary metric."""
-        primary = next(iter(self.scores.values()))
+        primary = self.scores[self.primary]
         assert primary is not None, self.name
         return primary
 
@@ -421,6 +423,7 @@ def score_contender(
         export_of=export_of,
         runs=tuple(runs),
         scores=scores,
+        primary=report.primary.key,
     )
 
 

@@ -188,7 +188,9 @@ def read_run(params: Params, report: TaskReport, name: str, data_dir: Path) -> R
         training=TrainingSummary.read(run_dir / "training/training.json", fix=fix) if trained else None,
         certificate=MergeCertificate.read(run_dir / "merge.json", fix=fix) if trained else None,
         curves={
-            figure: _read_curve(run_dir / path, fix) for figure, path in CURVES.items() if (run_dir / path).is_file()
+            figure: _read_curve(run_dir / path, fix)
+            for figure, path in CURVES.items()
+            if trained and (run_dir / path).is_file()
         },
         examples=_examples(rows, run_dir / EXAMPLES_DIR),
         memory=tuple(

@@ -268,7 +268,7 @@ def _run_words(runs: Sequence[Run]) -> Iterator[str]:
             yield f"{words}."
     if splits := {str(run.metrics["split"]) for run in runs if "split" in run.metrics}:
         reason = ", which settings are chosen by: no result to report." if "selection" in splits else "."
-        yield f"Scored on the split {', '.join(splits)}{reason}"
+        yield f"Scored on the split {', '.join(sorted(splits))}{reason}"
     by_engine = _grouped((str(run.metrics.get("engine", "transformers")), run.name) for run in runs)
     if len(by_engine) > 1:
         engines = "; ".join(f"{engine}: {', '.join(names)}" for engine, names in by_engine.items())
@@ -377,8 +377,9 @@ def trainable_table(runs: Sequence[Run]) -> Table:
         Column("share", "Share", ".2%"),
     )
     rows = [
-        (name, *(count.get(part) for part in parts), count["total"], count["all"], count["total"] / count["all"])
+        (name, *(count.get(part) for part in parts), total, everything, total / everything if everything else None)
         for name, count in counts.items()
+        for total, everything in [(count.get("total", 0), count.get("all", 0))]
     ]
     return Table.of(columns, rows, title="Trained parameters")
 
@@ -484,18 +485,22 @@ def memory_table(runs: Sequence[Run]) -> Table:
     columns = (
         Column("model", "Model"),
         Column("stage", "Stage"),
-        Column("free_before_bytes", "Free before", "bytes"),
-        Column("used_before_bytes", "Before loading", "bytes"),
-        Column("used_loaded_bytes", "After loading", "bytes"),
-        Column("peak_bytes", "Peak", "bytes"),
-        Column("free_loaded_bytes", "Left for the work", "bytes"),
+        Column("free", "Free before", "bytes"),
+        Column("before_load", "Before loading", "bytes"),
+        Column("after_load", "After loading", "bytes"),
+        Column("peak", "Peak", "bytes"),
+        Column("left", "Left for the work", "bytes"),
         Column("memory_kind", "Memory of"),
     )
     rows = [
         (
             run.name,
             memory.stage if memory.name == run.name else f"{memory.stage} {memory.name}",
-            *(getattr(memory, column.key) for column in columns[2:-1]),
+            memory.free_before_bytes,
+            memory.used_before_bytes,
+            memory.used_loaded_bytes,
+            memory.peak_bytes,
+            memory.free_loaded_bytes,
             f"tensors on {pluralize(memory.gpus, 'GPU')}" if memory.gpus else "the whole process, on the CPU",
         )
         for run in runs
@@ -523,12 +528,12 @@ def origins_table(runs: Sequence[Run]) -> Table:
         Column("started", "Started (UTC)"),
         Column("seconds", "Took", "seconds"),
     )
-    rows = []
+    rows = {}
     for name, record in [(run.name, record) for run in runs for record in run.provenance]:
         if _stage(record) in ("train", "baseline"):
             inputs = {path: short(digest) for path, digest in record.inputs.items()}
             bases = (record.plan["base_dir"],) if record.plan else ("data/bases/", "data/builds/")
-            cells = (
+            rows[name] = (
                 name,
                 _commit(record) + (f" + {len(record.changed)} changed" if record.changed else ""),
                 record.image or record.engine,
@@ -540,12 +545,11 @@ def origins_table(runs: Sequence[Run]) -> Table:
                 record.started.replace("T", " ").removesuffix("+00:00"),
                 record.seconds,
             )
-            rows.append(cells)
     lead = (
         "The record of each model's training, or of its evaluation if it was not trained. Digests are of contents; "
         "data/provenance has the rest."
     )
-    return Table.of(columns, rows, title="Where it comes from", lead=lead)
+    return Table.of(columns, rows.values(), title="Where it comes from", lead=lead)
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:

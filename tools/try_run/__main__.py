@@ -50,7 +50,7 @@ def main(name: str, alone: bool, port: int | None) -> None:
         raise UserError("gradio is not installed; install it with: make setup EXTRAS=try")
     params = load_params()
     # torch reads them when it is imported
-    os.environ |= pinned_instructions(os.environ, native=params.active.memory.instructions == "native")
+    os.environ |= pinned_instructions(os.environ, native=params.active.memory.native)
     task = params.subject(name).task
     form = FORMS.get(task, Form)(params, name)
     with tempfile.TemporaryDirectory() as scratch:

@@ -209,6 +209,10 @@ class MemoryParams(StepParams):
     """If a recipe is predicted not to fit: refuse it with its budget; auto: use the cheapest settings that fit; off:
     train anyway. fill: like auto, and if there is room, use the fastest settings that fit."""
 
+    @property
+    def native(self) -> bool:
+        return self.instructions == "native"
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationParams:
@@ -484,6 +488,7 @@ class PredictionsParams:
     """The recipe's task; its module `predictions` reads the inputs."""
     recipe: Name
     inputs: Annotated[str, form("data(/[^/.][^/]*)+", "a file below data/")]
+    """A file below data/."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
