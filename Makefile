@@ -57,12 +57,13 @@ image: setup-tools ## Build the image that stages run in (TARGET=cpu|cuda|vllm, 
 
 tasks := $(patsubst stages/tasks/%/report.py,%,$(wildcard stages/tasks/*/report.py))
 report = data/report/$(TASK)
+check_task = $(if $(and $(filter 1,$(words $(TASK))),$(filter $(TASK),$(tasks))),,$(error no task is called $(TASK); there are: $(tasks)))
 
 run_stages = $(python) -m tools.run compare@$(TASK) $(if $(PROFILE),--profile $(PROFILE))
 
 .PHONY: demo
 demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=, a folder of stages/tasks; PROFILE=)
-	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
+	@$(check_task)
 	@$(if $(PROFILE),,$(offline)) $(run_stages)
 	@cat $(report)/table.txt
 	@$(if $(PROFILE),,cmp -s $(report)/table.txt docs/tables/$(TASK).txt && echo 'This is the published table (docs/tables), to the digit.' || \
@@ -70,7 +71,7 @@ demo: setup ## Run a task's recipes at tiny size on the CPU and print the compar
 
 .PHONY: run
 run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=, PROFILE=, JOBS=4, ARGS=-f)
-	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
+	@$(check_task)
 	@$(run_stages) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
 	@cat $(report)/table.txt
 
@@ -89,7 +90,7 @@ plan: setup ## Predict a recipe's memory and time, on a GPU without one (RECIPE=
 
 .PHONY: try
 try: setup ## Open a page that asks a trained model and its base, after make setup EXTRAS=try (RUN=r4-joint, ALONE=1, PORT=)
-	@$(offline) $(python) -m tools.try_run $(or $(RUN),$(error which run? make try RUN=r4-joint)) \
+	@$(offline) $(python) -m tools.try_run '$(or $(RUN),$(error which run? make try RUN=r4-joint))' \
 		$(if $(filter-out 0,$(ALONE)),--alone) $(if $(PORT),--port $(PORT))
 
 .PHONY: serve
@@ -106,7 +107,7 @@ verify: setup ## Read every output back and compare; RERUN=STAGE: run it again a
 .PHONY: publish
 publish: setup ## Write a run or an export as a folder to publish, data/published/RUN; SEND=1 uploads it (RUN=, TO=OWNER/NAME)
 	@$(if $(RUN),,$(error which run? make publish RUN=r4-joint))
-	@test -f 'data/runs/$(RUN)/metrics.json' || { echo 'there is no evaluation of $(RUN) yet; make it with: dvc repro evaluate@$(RUN), or exported@$(RUN)'; exit 1; }
+	@test -f 'data/runs/$(RUN)/metrics.json' || { echo 'no run called $(RUN) has been evaluated; dvc repro evaluate@RUN does so with a recipe of params.yaml, exported@RUN with an export'; exit 1; }
 	@$(offline) $(python) -m dvc repro -s '$(if $(wildcard data/exports/$(RUN)),published,publish)@$(RUN)'
 	@$(if $(filter-out 0,$(SEND)),$(python) -m tools.send 'data/published/$(RUN)' '$(or $(TO),$(error where to? TO=OWNER/NAME))',\
 		echo "Look at data/published/$(RUN)/README.md. Nothing was sent; that does: make publish RUN=$(RUN) TO=OWNER/NAME SEND=1")
@@ -118,6 +119,7 @@ compare: ## Compare recipes over all seeds (TASK=; EXPERIMENTS=, OVER='recipes.*
 
 .PHONY: report
 report: ## Open the last comparison in a browser (TASK=)
+	@$(check_task)
 	@test -f $(report)/index.html || { echo 'there is no report of $(TASK) yet; make it with: dvc repro compare@$(TASK)'; exit 1; }
 	@echo '$(CURDIR)/$(report)/index.html'
 	@$(python) -m webbrowser 'file://$(CURDIR)/$(report)/index.html' > /dev/null

@@ -31,7 +31,7 @@ from stages.core.lineage import Lineage, file_digest
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import rebuild
-from stages.core.tasks import load_task, require_answer_format
+from stages.core.tasks import load_task
 from stages.data.groups import groups_of
 from stages.data.guards import GUARD, GUARDS_FILE, read_guard
 from stages.data.parquet import write_rows
@@ -87,17 +87,13 @@ def main(name: str, attempt: int) -> None:
 
 
 def task_of(params: Params, name: str) -> Task:
-    """The task of a run. Raises UserError for an answer format that it does not have, or a damaged model of its own."""
+    """The task of a run. Raises UserError for a damaged model of the task's own."""
     subject = params.subject(name)
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
-    answer_format = subject.answer_format
-    if name in params.baselines:
-        require_answer_format(samples, answer_format, f"baselines.{name}.answer_format")
-    else:
-        answer_format = read_plan(params.recipe_name(name)).recipe.answer_format
+    trained = subject if name in params.baselines else read_plan(params.recipe_name(name)).recipe
     return Task(
         name=subject.task,
-        answer_format=answer_format,
+        answer_format=trained.answer_format,
         records=samples.read_split(Path("data/prepared") / subject.data, params.scored),
         models=scoring.models() if hasattr(scoring, "models") else {},
     )

@@ -273,6 +273,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
+def unknown(lacking: str, name: str, known: Iterable[str]) -> str:
+    """`no recipe is called 'r1' (did you mean 'r2'?); there are: r2, r3`. lacking: `recipe is called`."""
+    names = sorted(known)
+    return f"no {lacking} {name!r}{nearest(name, names)}; there are: {', '.join(names) or 'none'}"
+
+
 def dotted(steps: Iterable[str | int]) -> str:
     """`recipes.r1.lora.rank`, on one line whatever the keys hold; "the file" for no steps."""
     return ".".join(str(step) if re.fullmatch(r"[\w/@+-]{1,80}", str(step)) else shown(step) for step in steps) or (

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
-from stages.core.params.schema import DatasetParams
+from stages.core.params.schema import BaselineParams, DatasetParams, RecipeParams
 from stages.core.records import STRICT, parse, problems, refusal
 
 
@@ -28,12 +28,13 @@ def load_task(task: str, module: Literal["sources", "samples", "scoring", "repor
         raise
 
 
-def require_answer_format(samples: ModuleType, answer_format: str | None, path: str) -> None:
-    """Raises UserError for an answer format that the task does not have. path: of the setting, dotted."""
+def answer_format_problems(samples: ModuleType, subject: RecipeParams | BaselineParams, path: str) -> dict[str, str]:
+    """Problems by dotted path: an answer format that the task does not have. samples: the task's module. path: the
+    subject's own, e.g. recipes.NAME."""
     formats = getattr(samples, "ANSWER_FORMATS", (None,))
-    if answer_format not in formats:
-        expected = ", ".join("null" if each is None else each for each in formats)
-        raise UserError(f"{path} is {answer_format}; expected {expected}")
+    expected = ", ".join("null" if each is None else each for each in formats)
+    wrong = subject.answer_format not in formats
+    return {f"{path}.answer_format": f"is {subject.answer_format or 'null'}; expected {expected}"} if wrong else {}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

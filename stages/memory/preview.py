@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig
 from stages.core.environment import instruction_set
 from stages.core.families import require_precision, unlisted_words
 from stages.core.params.schema import Params
-from stages.core.tasks import require_answer_format
+from stages.core.records import refusal
+from stages.core.tasks import answer_format_problems
 from stages.data.conversation import Conversation
 from stages.data.guards import GUARDS_DIR, read_guard
 from stages.data.near import require_untrained
@@ -72,7 +73,8 @@ def preview(
     Raises UserError if base, data and recipe do not go together.
     """
     samples.check(config.model_type)
-    require_answer_format(samples, params.recipe(recipe).answer_format, f"recipes.{recipe}.answer_format")
+    if wrong := answer_format_problems(samples, params.recipe(recipe), f"recipes.{recipe}"):
+        raise refusal(Path("params.yaml"), wrong)
     require_precision(config.model_type, params.active.memory.precision)
     inputs = with_data(params, recipe, samples, base_dir, config) if has_data else without_data(params, recipe, config)
     plan, processor, batch_of, lengths, notes, guard = inputs

@@ -66,13 +66,15 @@ CARDS = (
 )
 """The first card with its pattern in a device's name counts."""
 
+_PART = re.compile(r"Laptop|Mobile|Max-Q|\bMIG\b|-\d+[A-Q]\b|^\d+ ?x\b", re.IGNORECASE)
+"""In the name of a smaller card, as in a laptop, of a part of one, and of several."""
 MULTIPROCESSORS = 144
 """Multiprocessors of a large GPU, for a card that is not named. Fewer need less memory."""
 
 
 def card_of(device_name: str) -> Card | None:
-    """The card that a device's name means, e.g. "NVIDIA A100-SXM4-80GB"; None for another, as of a laptop."""
-    if "Laptop" in device_name:
+    """The card that a device's name means, e.g. "NVIDIA A100-SXM4-80GB"; None for another, or a part of one."""
+    if _PART.search(device_name):
         return None
     matching = (
         card for card in CARDS if re.search(rf"\b(?:{card.pattern or card.name})\b", device_name, re.IGNORECASE)
@@ -84,9 +86,10 @@ def named_card(name: str) -> Card:
     """Raises UserError for a name that is no card's here."""
     if (card := card_of(name)) is None:
         names = [each.name for each in CARDS]
+        longer = " or ".join(repr(each) for each in names if name.lower() in each.lower())
+        hint = f" (did you mean {longer}?)" if longer else nearest(name, names)
         raise UserError(
-            f"gpu: no card is called {name!r}{nearest(name, names)}; give its size in GB (gpu: 24), or one of: "
-            f"{', '.join(names)}"
+            f"gpu: no card is called {name!r}{hint}; give its size in GB (gpu: 24), or one of: {', '.join(names)}"
         )
     return card
 

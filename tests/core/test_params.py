@@ -200,6 +200,9 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({f"{R1}.base": "runs/r1-lm/merged"}, f"{R1}.base: no recipe is called 'r1-lm'"),
         ({f"{BUILD}.base": "bases/vml"}, f"{BUILD}.base: "),
         ({f"{R1}.data": "tables"}, f"{R1}.data: no profile has a dataset 'tables'"),
+        ({"gpu": 4090}, "gpu: expected a size in GB, or a card by its whole name, e.g. 'RTX 4090', found 4090"),
+        ({"gpu": "24576"}, "gpu: expected a size in GB, or a card"),
+        ({"gpu": "0GB"}, "gpu: input should be greater than 0"),
         ({f"{R1}.base": "runs/r1-llm-only/merged"}, f"{R1}.base: forms a cycle: r1-llm-only -> r1-llm-only"),
         (
             {f"{R2}.base": "runs/r3-two-stage/merged"},

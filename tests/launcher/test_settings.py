@@ -41,7 +41,7 @@ def test_an_unknown_task_is_named_by_its_path(workspace: Path) -> None:
     raw["predictions"]["mine"] = {"task": "chat", "recipe": "chat-lora", "inputs": "data/questions.jsonl"}
     raw["profiles"]["tiny"]["datasets"]["visempar"]["task"] = "amrr"
     message = mistakes(workspace, raw)
-    assert "baselines.base-vlm.task: no task is called 'nosuch'; there are amr, " in message
+    assert "baselines.base-vlm.task: no task is called 'nosuch'; there are: amr, " in message
     assert "predictions.mine.task: chat predicts on no file (amr does); use `make try`" in message
     assert "profiles.tiny.datasets.visempar.task: no task is called 'amrr' (did you mean 'amr'?)" in message
 
@@ -63,3 +63,18 @@ def test_settings_of_a_dataset_are_checked_by_its_task(workspace: Path) -> None:
         "conversations.reader.grup: unknown key (did you mean 'group'?)",
     ):
         assert f"profiles.tiny.datasets.{problem}" in message
+
+
+def test_the_dataset_and_the_answer_format_are_of_the_task(workspace: Path) -> None:
+    raw = shipped()
+    raw["baselines"]["base-vlm"]["answer_format"] = "full"
+    raw["recipes"]["amr-ptr"]["answer_format"] = "prt"
+    raw["recipes"]["r1-llm-only"]["data"] = "visempar"
+    raw["baselines"]["base-moe"]["data"] = "visempar"
+    del raw["baselines"]["base-llm"]["answer_format"]
+    message = mistakes(workspace, raw)
+    assert "baselines.base-vlm.answer_format: is full; expected null" in message
+    assert "baselines.base-llm.answer_format: is null; expected full, ptr, mtup" in message
+    assert "recipes.amr-ptr.answer_format: is prt; expected full, ptr, mtup" in message
+    assert "recipes.r1-llm-only.data: is visempar, which has the task amr" in message
+    assert "baselines.base-moe.data: is visempar, which has the task amr" in message

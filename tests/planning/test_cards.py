@@ -30,6 +30,11 @@ from stages.planning.cards import (
         ("NVIDIA RTX A6000", "RTX A6000"),
         ("Quadro RTX 6000", "Quadro RTX 6000"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("RTX 3090 Mobile", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA L40S-48Q", None),
+        ("2x RTX 4090", None),
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
@@ -43,6 +48,8 @@ def test_every_card_is_found_by_its_own_name_and_offers_less_than_it_is_sold_as(
     assert all(0.9 < card.usable_gib / card.sold_gb < 1 for card in CARDS)
     with pytest.raises(UserError, match=r"gpu: .*'RTX 309'.*did you mean 'RTX 3090'.*its size in GB"):
         named_card("RTX 309")
+    with pytest.raises(UserError, match=r"'A100' \(did you mean 'A100-80GB' or 'A100-40GB'\?\); give"):
+        named_card("A100")
 
 
 def test_a_size_offers_the_least_of_its_cards_and_a_named_card_its_own() -> None:

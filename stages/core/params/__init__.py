@@ -7,7 +7,7 @@ readers take for text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -32,7 +32,7 @@ from stages.core.params.schema import (
     has_bf16,
     recipe_of,
 )
-from stages.core.records import nearest, read_settings, refusal
+from stages.core.records import nearest, read_settings, refusal, unknown
 
 Problems = Iterator[tuple[str, str]]
 """Dotted paths and the problem of each."""
@@ -75,7 +75,7 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
     yield from _cycles(params)
     for ours, theirs in params.compare.against.items():
         if lacking := {ours, theirs} - params.recipes.keys():
-            yield f"compare.against.{ours}", _unknown("recipe is called", min(lacking), params.recipes)
+            yield f"compare.against.{ours}", unknown("recipe is called", min(lacking), params.recipes)
         elif ours == theirs or params.recipes[ours].task != params.recipes[theirs].task:
             yield f"compare.against.{ours}", f"{theirs}, which is not another recipe of the same task"
     for name, build in params.builds.items():
@@ -100,13 +100,9 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
             yield f"profiles.{name}.evaluation.engine", "vllm reads merged models; models.keep_merged leaves none"
 
 
-def _unknown(lacking: str, name: str, known: Collection[str]) -> str:
-    return f"no {lacking} {name!r}{nearest(name, known)}"
-
-
 def _top_level(params: Params) -> Problems:
     if params.profile not in params.profiles:
-        yield "profile", _unknown("profile is called", params.profile, params.profiles)
+        yield "profile", unknown("profile is called", params.profile, params.profiles)
     else:
         yield from _device(params)
         if params.scored == "test" and not any(dataset.splits.test for dataset in params.active.datasets.values()):
@@ -143,16 +139,16 @@ def _names(here: str, subject: RecipeParams | BaselineParams | BuildParams, para
         "answers": ("", {name}),  # DVC names a file that is missing
     }[kind]
     if name not in known:
-        yield f"{here}.base", _unknown(lacking, name, known)
+        yield f"{here}.base", unknown(lacking, name, known)
     datasets = {dataset for profile in params.profiles.values() for dataset in profile.datasets}
     if not isinstance(subject, BuildParams) and subject.data not in datasets:
-        yield f"{here}.data", _unknown("profile has a dataset", subject.data, datasets)
+        yield f"{here}.data", unknown("profile has a dataset", subject.data, datasets)
 
 
 def _of_recipe(here: str, reader: PredictionsParams | ExportParams, same: Sequence[str], params: Params) -> Problems:
     """The recipe exists, and has these settings too: dvc.yaml cannot look them up."""
     if reader.recipe not in params.recipes:
-        yield f"{here}.recipe", _unknown("recipe is called", reader.recipe, params.recipes)
+        yield f"{here}.recipe", unknown("recipe is called", reader.recipe, params.recipes)
         return
     for field in same:
         if (wanted := getattr(params.recipes[reader.recipe], field)) != getattr(reader, field):
@@ -288,7 +284,7 @@ def _build(here: str, build: BuildParams, params: Params) -> Problems:
         yield f"{here}.experts", "some have a `domain` and others have none"
     for expert in dict.fromkeys(build.recipes):
         if expert not in params.recipes:
-            yield f"{here}.experts", _unknown("recipe is called", expert, params.recipes)
+            yield f"{here}.experts", unknown("recipe is called", expert, params.recipes)
             continue
         if (task := params.recipes[expert].task) != build.task:
             yield f"{here}.experts", f"{expert} has the task {task}, not {build.task}"

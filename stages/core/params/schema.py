@@ -8,12 +8,12 @@ from dataclasses import replace
 from math import ceil
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from stages.core.errors import UserError
-from stages.core.records import STRICT, nearest
+from stages.core.records import STRICT, unknown
 
 Part = Literal["vision", "projector", "llm"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "llm")
@@ -79,7 +79,20 @@ Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
 TemplateOptions = dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | Size | Text]
 
 
+LARGEST_GB = 1000
+"""More than any GPU has."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", re.IGNORECASE)
+
+
+def _gpu(value: Any) -> Any:
+    """A size as a number, e.g. of "24GB"; another value as it is. 4090 is no size, but a part of a name."""
+    size = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    value = float(size[1]) if size else value
+    if isinstance(value, int | float) and value > LARGEST_GB:
+        raise PydanticCustomError("form", "expected a size in GB, or a card by its whole name, e.g. 'RTX 4090'")
+    return value
+
+
 _BEFORE_AMPERE = re.compile(r"\b(T4|V100|TITAN RTX|Quadro RTX|RTX 20\d\d)\b", re.IGNORECASE)
 
 
@@ -581,7 +594,7 @@ class ContainerParams:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Params:
     profile: Name
-    gpu: Rate | Text | None = None
+    gpu: Annotated[Rate | Text | None, BeforeValidator(_gpu)] = None
     """The GPU of a profile with `device.kind: cuda`: its size in GB, as cards are sold, or its name, e.g. 24, "24GB",
     "RTX 4090". Null: as the profile's device says, e.g. a CPU."""
     gpus: Annotated[int, Field(ge=1, le=256)] | None = None
@@ -621,9 +634,7 @@ class Params:
         profile = self.profiles[self.profile]
         device = replace(profile.device, count=self.gpus or profile.device.count)
         if isinstance(self.gpu, str):
-            size = _SIZE.fullmatch(self.gpu)
-            named: dict[str, Any] = {"memory_gb": float(size[1])} if size else {"card": self.gpu}
-            device = replace(device, **{"memory_gb": None, "card": None} | named)
+            device = replace(device, memory_gb=None, card=self.gpu)
         elif self.gpu is not None:
             device = replace(device, memory_gb=self.gpu, card=None)
         memory = profile.memory
@@ -705,7 +716,7 @@ class Params:
     @staticmethod
     def _known(name: str, names: Mapping[str, Any], kind: str) -> str:
         if name not in names:
-            raise UserError(f"no {kind} is called {name!r}{nearest(name, names)}; there are: {', '.join(names)}")
+            raise UserError(unknown(f"{kind} is called", name, names))
         return name
 
 
