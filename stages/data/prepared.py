@@ -117,16 +117,19 @@ def read_text_files(
     dataset: DatasetParams,
     folder: Path,
     files: Sequence[Path],
-    read: Callable[[Path], Iterable[Sample[R]]],
+    read: Callable[[Path, str, Counter[str]], Iterable[Sample[R]]],
     rules: Rules[R],
     *,
     named_train: bool = True,
     others: Iterable[Path] = (),
 ) -> RawDataset[R]:
-    """The files of each split, read by `read`, which may raise UnreadableText before its first sample.
+    """The files of each split.
 
     files, named_train: as of `files_by_split`. others: further files that are named as unused.
+    read: gives the samples of a file, called by its path below the folder, and counts the fields that it does not read.
+    It may raise UnreadableText before the first sample.
     """
+    unread = Counter[str]()
     chosen = files_by_split(folder, files, dataset.splits, expected=rules.expected, named_train=named_train)
 
     def name_of(path: Path) -> str:
@@ -134,7 +137,7 @@ def read_text_files(
 
     def readable(path: Path) -> Iterator[Sample[R]]:
         try:
-            yield from read(path)
+            yield from read(path, name_of(path), unread)
         except UnreadableText as error:
             yield Place(name_of(path)), [str(error)]
 
@@ -147,6 +150,7 @@ def read_text_files(
         validation=", ".join(names["val"]) if "val" in names else None,
         files=names,
         unused_files=lambda: [name_of(path) for path in dict.fromkeys((*files, *others)) if path not in used],
+        unread_fields=unread,
     )
 
 
@@ -166,7 +170,8 @@ def prepare(
             raw = sources.read(dataset, reader)
         if not trained:
             raw, data = replace(raw, splits={"val": raw.splits["train"]}), replace(data, selection=0.0)
-        return write_prepared(replace(raw, repeat=dataset.repeat), out_dir, data, dataset.limit)
+        raw = replace(raw, repeat=dataset.repeat, strict=reader.strict)
+        return write_prepared(raw, out_dir, data, dataset.limit)
     except WrongSplit as error:
         raise UserError(f"params.yaml: {path}.{error.message}") from None
     except UserError as error:

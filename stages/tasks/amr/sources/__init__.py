@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ RULES = Rules(
 )
 
 
-def read(dataset: DatasetParams, reader: PlainReader) -> RawDataset[Record]:
+def read(dataset: DatasetParams, _: PlainReader) -> RawDataset[Record]:
     """The corpus of `folder:PATH`: train*.txt and val*, dev* or test*.txt.
 
     Without a validation file a share of the training sentences is held out. A sample with an id that is not unique gets
@@ -53,17 +52,13 @@ def read(dataset: DatasetParams, reader: PlainReader) -> RawDataset[Record]:
     """
     known = "folder:PATH (the corpora are not on the hub: put their text files into a folder)"
     folder = source_folder(dataset.source, known=known)
-    unread = Counter[str]()
-    read_file = partial(_read_file, folder=folder, unread=unread)
-    found = read_text_files(dataset, folder, given_files(folder, "*.txt"), read_file, RULES)
-    found = replace(found, unread_fields=unread, strict=reader.strict)
+    found = read_text_files(dataset, folder, given_files(folder, "*.txt"), _read_file, RULES)
     counts = Counter(record.id for record in found.records())
     return found.mapped(lambda each: each if counts[each.id] == 1 else replace(each, id=f"{each.file}:{each.line}"))
 
 
-def _read_file(path: Path, folder: Path, unread: Counter[str]) -> Iterator[Sample[Record]]:
-    """unread: counts the fields of comments that are not read."""
-    lines, file = read_lines(path), path.relative_to(folder).as_posix()
+def _read_file(path: Path, file: str, unread: Counter[str]) -> Iterator[Sample[Record]]:
+    lines = read_lines(path)
     unread.update(name for line in lines for name in unread_fields(line))
     blocks = list(read_blocks(lines))
     if not any(block.sentence is not None for block in blocks):

@@ -62,7 +62,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
     Files train* and val*, dev* or test* are the two splits; without the latter a share of the groups is held out.
     Raises UserError if a folder holds files of both kinds, or no training files.
     """
-    rules, unread = _rules(reader), Counter[str]()
+    rules = _rules(reader)
     folder, resolved = parquet_folder(dataset.source)
     lines = [] if resolved.startswith("hub:") else given_files(folder, "*.jsonl", "*.json")
     tables = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
@@ -70,7 +70,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
         raise UserError(f"{folder} holds JSON and parquet: {describe_folder(folder)}. Keep one of them; {READ_ON}")
     files = Folder(folder, dataset.splits)
     beside = [path for path in files.on_disk.values() if path.suffix.lower() not in (*IMAGE_SUFFIXES, ".md")]
-    read_file = partial(_read_file, folder=files, reader=reader, unread=unread)
+    read_file = partial(_read_file, folder=files, reader=reader)
     found = read_text_files(dataset, folder, lines or tables, read_file, rules, others=beside)
     schema = SCHEMA
     if any(record.unlearnt for record in found.records()):
@@ -79,7 +79,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
         schema = schema.append(IMAGES)
         found = found.mapped(_with_image)
     rules = replace(rules, schema=schema)
-    return replace(_grouped(found), rules=rules, source=resolved, unread_fields=unread, strict=reader.strict)
+    return replace(_grouped(found), rules=rules, source=resolved)
 
 
 def _with_image(record: Record) -> Record | list[str]:
@@ -118,13 +118,11 @@ def _grouped(dataset: RawDataset[Record]) -> RawDataset[Record]:
     return dataset.mapped(lambda each: replace(each, group=hashlib.sha256(f"asked {next(asked)}".encode()).hexdigest()))
 
 
-def _read_file(path: Path, *, folder: Folder, reader: Reader, unread: Counter[str]) -> Iterator[Sample[Record]]:
-    """unread: counts the rows of each column that is not read."""
+def _read_file(path: Path, file: str, unread: Counter[str], folder: Folder, reader: Reader) -> Iterator[Sample[Record]]:
     if path.suffix == ".parquet":
         for place, row in table_rows(folder.root, path):
             yield _sample(place, row, reader, unread, _in_table)
         return
-    file = path.relative_to(folder.root).as_posix()
     unit, objects = json_objects(read_text(path))
     for number, content in objects:
         place, fetch = Place(file, number, unit), partial(_in_folder, folder=folder, near=file)

@@ -84,7 +84,6 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
         splits={split: parsed(rows) for split, rows in splits.samples.items()},
         validation=splits.validation,
         unread_fields=splits.fields,
-        strict=reader.strict,
         unused_files=lambda: [*{*splits.unused, *images} - read_images],
     )
 

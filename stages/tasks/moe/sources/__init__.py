@@ -12,7 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ def mix(parts: Mapping[str, int | None], prepared_dir: Path, *, with_selection: 
     )
 
 
-def read(dataset: DatasetParams, reader: PlainReader) -> RawDataset[Record]:
+def read(dataset: DatasetParams, _: PlainReader) -> RawDataset[Record]:
     """The files of one domain in `folder:PATH`: TruthfulQA's CSV or QMSum's JSONL.
 
     Files train* and val*, dev* or test* are the two splits. Without train files a share of all questions is held out,
@@ -117,10 +116,7 @@ def read(dataset: DatasetParams, reader: PlainReader) -> RawDataset[Record]:
         raise UserError(f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; {READ_ON}")
     if len({path.suffix for path in files}) > 1:
         raise UserError(f"{folder} holds two domains, but a dataset is of one; make a folder of each")
-    unread = Counter[str]()
-    read_file = partial(read_corpus, folder=folder, unread=unread)
-    found = read_text_files(dataset, folder, files, read_file, RULES, named_train=False)
-    return replace(found, unread_fields=unread, strict=reader.strict)
+    return read_text_files(dataset, folder, files, _read_file, RULES, named_train=False)
 
 
 def _limited(records: Sequence[Record], count: int | None) -> list[Record]:
@@ -133,9 +129,8 @@ def _order(record: Record) -> tuple[str, str]:
     return record.key(), record.id
 
 
-def read_corpus(path: Path, folder: Path, unread: Counter[str]) -> Iterator[Sample[Record]]:
-    """The samples of a file. unread: counts the fields that are not read. Raises as read_text does."""
-    text, file = read_text(path), path.relative_to(folder).as_posix()
+def _read_file(path: Path, file: str, unread: Counter[str]) -> Iterator[Sample[Record]]:
+    text = read_text(path)
     if path.suffix == ".csv":
         unit, samples = "line", _truthfulqa(text, unread)
     else:
