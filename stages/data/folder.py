@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import filterfalse, takewhile
 from pathlib import Path, PurePosixPath
@@ -53,6 +53,8 @@ class Folder:
         for pure in map(PurePosixPath, self.images):
             self._by_name[pure.stem].append(str(pure))
         self._by_plain_name = {plain_name(path): path for path in self.images}
+        self.unread = Counter[str]()
+        """Counts of the fields of its files that a reader does not read."""
 
     def with_suffix(self, *suffixes: str) -> list[str]:
         return [path for path in self.files if PurePosixPath(path).suffix.lower() in suffixes]

@@ -55,7 +55,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
     if name == "parquet":
         columns = reader.columns or OPEN_FOOD_FACTS
         form, expected = BoxForm(order=columns.order, unit=columns.unit), _parquet(columns)
-        splits, images = _read_parquet(root, columns, dataset.splits, reader.group), list[str]()
+        splits, images = _read_parquet(folder, columns, dataset.splits, reader.group), list[str]()
     elif reader.columns is not None:
         raise UserError(f"the dataset's `columns` in params.yaml are of parquet files, and {root} is read as {name}")
     else:
@@ -68,7 +68,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
             if isinstance(row, Row):
                 read_images.add(row.file)
             yield place, row if isinstance(row, list) else parse_row(row, reader, form)
-        splits.fields.pop(f"images.{reader.group}", None)  # which is read
+        folder.unread.pop(f"images.{reader.group}", None)  # which is read
 
     return RawDataset(
         rules=Rules(
@@ -83,7 +83,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
         source=resolved,
         splits={split: parsed(rows) for split, rows in splits.samples.items()},
         validation=splits.validation,
-        unread_fields=splits.fields,
+        unread_fields=folder.unread,
         unused_files=lambda: [*{*splits.unused, *images} - read_images],
     )
 
@@ -134,9 +134,9 @@ def _parquet(columns: Columns) -> str:
     return f"parquet files with the columns {names} (or reader.columns), named train*.parquet, in the folder or data/"
 
 
-def _read_parquet(folder: Path, columns: Columns, named: SplitParams, group: str | None) -> Splits:
+def _read_parquet(folder: Folder, columns: Columns, named: SplitParams, group: str | None) -> Splits:
     """The files of the splits. Raises UserError if there are none to train on, or one of their columns is missing."""
-    required, expected, unread = _required(columns), _parquet(columns), Counter[str]()
+    required, expected, root = _required(columns), _parquet(columns), folder.root
     required += [group] if group and "(" not in group else []
     class_names, image, at_box = cache(_class_names), columns.image.partition(".")[0], columns.boxes.rpartition(".")[0]
 
@@ -152,14 +152,14 @@ def _read_parquet(folder: Path, columns: Columns, named: SplitParams, group: str
             ]
             outer = {at for at, _, _ in parts.values()}
             others = [name for name in names[path] if name not in {*required, *SIZE, *outer, *checked}]
-            unread.update({name: count_rows(path) for name in others if name.partition(".")[0] != image})
+            folder.unread.update({name: count_rows(path) for name in others if name.partition(".")[0] != image})
             read_columns = dict.fromkeys(name.partition(".")[0] for name in (*required, *SIZE, *checked))
-            for place, row in table_rows(folder, path, list(read_columns)):
+            for place, row in table_rows(root, path, list(read_columns)):
                 yield place, row_of(row, str(place), columns, class_names(path, columns.category) or ())
 
-    files = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
-    chosen = files_by_split(folder, files, named, expected=expected)
-    return Splits(samples={split: samples(paths) for split, paths in chosen.items()}, fields=unread)
+    files = given_files(root, "data/*.parquet") or given_files(root, "*.parquet")
+    chosen = files_by_split(root, files, named, expected=expected)
+    return Splits(samples={split: samples(paths) for split, paths in chosen.items()})
 
 
 def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence[str]) -> Row:

@@ -85,19 +85,18 @@ def annotation_files(folder: Folder) -> list[str]:
 
 def read(folder: Folder) -> Splits:
     files = folder.by_split(folder.with_content(".json", rb'^\s*$|"(images|annotations|categories)"'))
-    unread = Counter[str]()
-    return folder_splits(folder, files, "annotation files", partial(_samples, folder, unread), unread)
+    return folder_splits(folder, files, "annotation files", partial(_samples, folder))
 
 
-def _samples(folder: Folder, unread: Counter[str], path: str) -> Iterator[RawSample]:
-    """The images of a file. unread: counts the keys that are not read. Raises UserError for a file of another form."""
+def _samples(folder: Folder, path: str) -> Iterator[RawSample]:
+    """The images of a file. Raises UserError for a file of another form."""
     document = json_value(folder.text(path))
     if not isinstance(document, dict) or not all(isinstance(document.get(kind), list) for kind in FORMS):
         found = document if isinstance(document, Unreadable) else f"holds {shown(document)}"
         raise UnreadableText(f"{found}, expected an object with lists of images, annotations, categories")
     faults: dict[Any, list[str]] = defaultdict(list)
     """Problems by image_id; None has those of no image."""
-    entries = {kind: list(_entries(document, kind, form, faults, unread)) for kind, form in FORMS.items()}
+    entries = {kind: list(_entries(document, kind, form, faults, folder.unread)) for kind, form in FORMS.items()}
     categories, ids = _categories(entries["categories"]), Counter(image.value.id for image in entries["images"])
     boxes: dict[Id, list[NamedBox]] = defaultdict(list)
     same = {str(image_id): image_id for image_id in ids}

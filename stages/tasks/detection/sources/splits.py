@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -26,8 +25,6 @@ class Splits:
     validation: str | None = None
     unused: Sequence[str] = ()
     """Files that belong to no split."""
-    fields: Counter[str] = field(default_factory=Counter)
-    """`validation` and `unread_fields` of RawDataset."""
 
 
 def folder_splits(
@@ -35,7 +32,6 @@ def folder_splits(
     paths: dict[str | None, list[str]],
     what: str,
     read: Callable[[str], Iterable[RawSample]],
-    fields: Counter[str],
 ) -> Splits:
     """The splits to train, to validate and to test on, each path read by `read`.
 
@@ -57,7 +53,6 @@ def folder_splits(
         samples={split: samples(some, read) for split, some in chosen.items()},
         validation=f"the {what} of {validation}" if validation else None,
         unused=[path for some in paths.values() for path in some if path not in read_paths],
-        fields=fields,
     )
 
 

@@ -36,13 +36,13 @@ def annotation_files(folder: Folder) -> list[str]:
 
 
 def read(folder: Folder) -> Splits:
-    annotated, fields = set(annotation_files(folder)), Counter[str]()
+    annotated = set(annotation_files(folder))
     stems = {PurePosixPath(path).stem for path in folder.images}
     # One with an image's name is damaged if it is none.
     files = [path for path in folder.with_suffix(".xml") if path in annotated or PurePosixPath(path).stem in stems]
-    read_file = partial(_sample, folder, fields)
+    read_file = partial(_sample, folder)
     if not (lists := _lists(folder)):
-        return folder_splits(folder, folder.by_split(files, of_samples=True), "XML files", read_file, fields)
+        return folder_splits(folder, folder.by_split(files, of_samples=True), "XML files", read_file)
     by_stem: dict[str, list[str]] = defaultdict(list)
     for path in files:
         by_stem[PurePosixPath(path).stem].append(path)
@@ -60,7 +60,7 @@ def read(folder: Folder) -> Splits:
                 wrong = f"{len(found)} XML files have the name {name[:200]!r}{which}; expected one, without its suffix"
                 yield Place(path, number), [wrong]
 
-    return folder_splits(folder, lists, "lists in ImageSets/Main", read_list, fields)
+    return folder_splits(folder, lists, "lists in ImageSets/Main", read_list)
 
 
 def _lists(folder: Folder) -> dict[str | None, list[str]]:
@@ -81,8 +81,8 @@ def _lists(folder: Folder) -> dict[str | None, list[str]]:
     return lists
 
 
-def _sample(folder: Folder, unread: Counter[str], path: str) -> Iterator[RawSample]:
-    boxes, problems, size = parse(folder.text(path), unread)
+def _sample(folder: Folder, path: str) -> Iterator[RawSample]:
+    boxes, problems, size = parse(folder.text(path), folder.unread)
     yield Place(path), row_of(folder, PurePosixPath(path).stem, path, boxes, problems, size=size)
 
 

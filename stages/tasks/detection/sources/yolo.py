@@ -8,7 +8,6 @@ YAML file, or lines of classes.txt or obj.names. `train` and `val` of the YAML f
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import PurePosixPath
@@ -67,7 +66,7 @@ def read(folder: Folder) -> Splits:
         raise UserError(
             f"{folder.root}: the names of the classes are in data.yaml, classes.txt or obj.names, and {which}"
         )
-    data, unread = _data_file(folder, found[0])
+    data = _data_file(folder, found[0])
     splits: dict[str | None, list[str]] = {}
     own = {path for image in folder.images for path in label_paths(image)}.union(found)
     texts = {PurePosixPath(path).stem: path for path in folder.with_suffix(".txt") if path not in own}
@@ -102,7 +101,7 @@ def read(folder: Folder) -> Splits:
 
     images = set(folder.images)
     splits = {split: [*some, *_stray(folder, some)] for split, some in splits.items()}
-    return folder_splits(folder, splits, "images", read_file, unread)
+    return folder_splits(folder, splits, "images", read_file)
 
 
 def _stray(folder: Folder, images: Sequence[str]) -> list[str]:
@@ -113,19 +112,20 @@ def _stray(folder: Folder, images: Sequence[str]) -> list[str]:
     return [path for path, pure in texts if pure.parent in label_folders and pure.name not in NAMES]
 
 
-def _data_file(folder: Folder, path: str) -> tuple[DataFile, Counter[str]]:
-    """The settings, and the keys that are not read. Raises UserError if they are no such settings."""
+def _data_file(folder: Folder, path: str) -> DataFile:
+    """The settings. Raises UserError if they are no such settings."""
     file = folder.path(path)
     if PurePosixPath(path).name in NAMES:
         try:
             lines = enumerate(folder.text(path).splitlines())
         except UserError as error:
             raise UserError(f"{file} cannot be read: {error}") from None
-        return DataFile(names={number: line.strip() for number, line in lines if line.strip()}), Counter()
+        return DataFile(names={number: line.strip() for number, line in lines if line.strip()})
     data, keys = read_settings(DataFile, file), re.findall(r"(?m)^(\w+)[ \t]*:", folder.text(path))
     if data.nc is not None and data.nc != len(data.names):
         raise UserError(f"{file}: nc is {data.nc}, but names has {len(data.names)}")
-    return data, Counter(f"{path} {key}" for key in set(keys) - {each.name for each in fields(DataFile)})
+    folder.unread.update(f"{path} {key}" for key in set(keys) - {each.name for each in fields(DataFile)})
+    return data
 
 
 def _below(folder: Folder, entry: str, data_file: str) -> list[str]:
