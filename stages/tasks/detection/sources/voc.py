@@ -81,11 +81,6 @@ def _lists(folder: Folder) -> dict[str | None, list[str]]:
     return lists
 
 
-def _sample(folder: Folder, path: str) -> Iterator[RawSample]:
-    boxes, problems, size = parse(folder.text(path), folder.unread)
-    yield Place(path), row_of(folder, PurePosixPath(path).stem, path, boxes, problems, size=size)
-
-
 class _TreeBuilder(ET.TreeBuilder):
     def doctype(self, *_: object) -> None:
         """Called before entities are declared, which a document type can nest into gigabytes."""
@@ -96,11 +91,17 @@ def _num_boxes(element: ET.Element) -> int:
     return sum(each.tag.lower() == "bndbox" for each in element.iter())
 
 
-def _content(element: ET.Element) -> dict[str, str]:
-    """The elements within, and CVAT's attributes, which are pairs of name and value; with their texts."""
-    inner = {each.tag: (each.text or "").strip() or "there" * bool(len(each)) for each in element}
+def _content(element: ET.Element, unread: Counter[str]) -> dict[str, str]:
+    """The elements within, and CVAT's attributes, which are pairs of name and value; with their texts.
+
+    unread: counts those that are not read.
+    """
+    content = {each.tag: (each.text or "").strip() or "there" * bool(len(each)) for each in element}
     pairs = element.findall("attributes/attribute")
-    return inner | {each.findtext("name") or "": (each.findtext("value") or "").strip() for each in pairs}
+    content |= {each.findtext("name") or "": (each.findtext("value") or "").strip() for each in pairs}
+    there = (tag for tag, value in content.items() if has_value(value))
+    unread.update(f"{element.tag}.{tag}" for tag in there if tag not in (*READ, *DESCRIBING))
+    return content
 
 
 def _text_of(element: ET.Element, name: str, path: str, problems: list[str]) -> str:
@@ -119,35 +120,23 @@ def _numbers(element: ET.Element, name: str, paths: Sequence[str], problems: lis
     return None if wrong else tuple(map(float, texts))
 
 
-def parse(text: str, unread: Counter[str]) -> tuple[list[NamedBox], list[str], tuple[float, ...] | None]:
-    """The fields `boxes`, `problems` and `size` of a row.
-
-    unread: counts the elements that are not read.
-    Raises UnreadableText unless it is XML of an annotation without a document type.
-    """
+def _sample(folder: Folder, path: str) -> Iterator[RawSample]:
+    """The image of a file. Raises UnreadableText unless it is XML of an annotation without a document type."""
     parser = ET.XMLParser(target=_TreeBuilder(), encoding="utf-8")
     try:
-        parser.feed(text.encode("utf-8"))
+        parser.feed(folder.text(path).encode("utf-8"))
         root = parser.close()
     except ET.ParseError as error:
         raise UnreadableText(f"no XML: {error}") from None
     if root.tag != "annotation":
         raise UnreadableText(f"<{root.tag[:80]}>, expected <annotation>")
-    problems: list[str] = []
-
-    def count(element: ET.Element) -> dict[str, str]:
-        content = _content(element)
-        there = (tag for tag, value in content.items() if has_value(value))
-        unread.update(f"{element.tag}.{tag}" for tag in there if tag not in (*READ, *DESCRIBING))
-        return content
-
-    boxes: list[NamedBox] = []
-    count(root)
+    boxes, problems = list[NamedBox](), list[str]()
+    _content(root, folder.unread)
     objects = root.findall("object")
     if sum(map(_num_boxes, objects)) < _num_boxes(root):
         problems.append("a bndbox is not within an <object> of <annotation>")
     for position, element in enumerate(objects, start=1):
-        name, content = f"object {position}", count(element)
+        name, content = f"object {position}", _content(element, folder.unread)
         if fault := no_plain_box(content):
             problems.append(f"{name} {fault}")
             continue
@@ -158,4 +147,5 @@ def parse(text: str, unread: Counter[str]) -> tuple[list[NamedBox], list[str], t
         elif corners:
             boxes.append((f"{name}: box", corners, category))
     size = None if (sides := root.find("size")) is None else _numbers(sides, "size", ("width", "height"), problems)
-    return boxes, problems, size if size and all(size) else None  # 0 is some tools' word for unknown
+    size = size if size and all(size) else None  # 0 is some tools' word for unknown
+    yield Place(path), row_of(folder, PurePosixPath(path).stem, path, boxes, problems, size=size)
