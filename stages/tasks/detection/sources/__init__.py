@@ -26,7 +26,6 @@ from stages.tasks.detection.sources import coco, voc, yolo
 from stages.tasks.detection.sources.rows import (
     NO_PLAIN_BOX,
     OPEN_FOOD_FACTS,
-    BoxForm,
     Columns,
     DataForm,
     Reader,
@@ -54,7 +53,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
     name = "parquet" if resolved.startswith("hub:") else _form_of(folder, reader.format)
     if name == "parquet":
         columns = reader.columns or OPEN_FOOD_FACTS
-        form, expected = BoxForm(order=columns.order, unit=columns.unit), _parquet(columns)
+        form, expected = columns, _parquet(columns)
         splits, images = _read_parquet(folder, columns, dataset.splits, reader.group), list[str]()
     elif reader.columns is not None:
         raise UserError(f"the dataset's `columns` in params.yaml are of parquet files, and {root} is read as {name}")

@@ -68,17 +68,18 @@ def _group_pattern(group: str) -> str:
 Name = Annotated[Text, AfterValidator(composed)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class BoxForm:
-    """The form in which a dataset writes a box of the upright image, EXIF rotation applied: in shares of its width and
-    height, or in pixels."""
+    """The form in which a dataset writes a box of the upright image, EXIF rotation applied."""
 
-    order: BoxOrder
-    unit: BoxUnit
+    order: BoxOrder = "xywh"
+    """y_min, x_min, y_max, x_max; x_min, y_min, x_max, y_max; x_min, y_min, width, height; or with the centre first."""
+    unit: BoxUnit = "pixels"
+    """Or shares of the image's width and height."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Columns:
+class Columns(BoxForm):
     """Columns of parquet files with images and boxes; `outer.inner` is a field of a struct, or of a list of structs."""
 
     image_id: Text | None = None
@@ -88,10 +89,6 @@ class Columns:
     boxes: Text = "objects.bbox"
     category: Text = "objects.category"
     """Names, or numbers with names in the dataset's description in the file (ClassLabel of datasets)."""
-    order: BoxOrder = "xywh"
-    """y_min, x_min, y_max, x_max; x_min, y_min, x_max, y_max; x_min, y_min, width, height; or with the centre first."""
-    unit: BoxUnit = "pixels"
-    """Or shares of the image's width and height."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
