@@ -296,7 +296,7 @@ def _read(text: str, *, variables: bool, fault: Fault) -> Node | None:
         if token.kind == "open":
             stack.append(_Draft())
         elif token.kind == "close" and len(stack) > 1:
-            _close(stack)
+            stack[-2].add(stack.pop())
         elif len(stack) > 1:
             stack[-1].take(token)
     if variables and not stack[-1].name and not stack[-1].edges:
@@ -304,7 +304,7 @@ def _read(text: str, *, variables: bool, fault: Fault) -> Node | None:
     if depth := len(stack) - 1:
         fault("a parenthesis is never closed" if depth == 1 else f"{depth} parentheses are never closed", None)
     while len(stack) > 1:
-        _close(stack)
+        stack[-2].add(stack.pop())
     return _finished(outside, fault)
 
 
@@ -328,11 +328,6 @@ def _problem(stack: Sequence[_Draft], token: Token, *, variables: bool) -> str |
         (token.kind == "pointer" and not node.name and not node.edges, None),
     )
     return next((reason for found, reason in checks if found), f"expected a role, found {token.text}")
-
-
-def _close(stack: list[_Draft]) -> None:
-    node = stack.pop()
-    stack[-1].add(node)
 
 
 def _finished(outside: _Draft, fault: Fault) -> Node | None:

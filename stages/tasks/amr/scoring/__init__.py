@@ -8,7 +8,7 @@ missed. Three figures stand beside this strict one: with the words as written, w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ from stages.data.groups import groups_of
 from stages.evaluation.statistics import bootstrap, corpus_f1
 from stages.tasks.amr.samples import Record, decode, repaired
 from stages.tasks.amr.samples.graphs import Node, penman_lines, read_graph
-from stages.tasks.amr.scoring.smatch import TIME_LIMIT_S, as_written, best_match, normalized, triples_of
+from stages.tasks.amr.scoring.smatch import Match, as_written, best_match, normalized, triples_of
 
 PREDICTIONS = pa.schema(
     [
@@ -45,27 +45,16 @@ SUMMARY = ("smatch_f1", "smatch_precision", "smatch_recall", "invalid", "unprove
 """Figures of metrics.json that the log shows."""
 
 
-class Counts(NamedTuple):
-    """Triples of one pair of graphs."""
-
-    matched: int
-    predicted: int
-    gold: int
-    proven: bool = True
-
-
 def score(
-    records: Sequence[Record], completions: Sequence[str], *, answer_format: str, time_limit_s: float = TIME_LIMIT_S
+    records: Sequence[Record], completions: Sequence[str], *, answer_format: str
 ) -> tuple[dict[str, float | int | str], list[dict[str, Any]]]:
     """Score completions, one for each record.
 
-    time_limit_s: for proving that the mapping of one pair of graphs is the best; `unproven` counts the samples that
-        took longer in any of the figures, which may then be too low.
     Returns (metrics, rows): the figures of metrics.json, and the rows of predictions.parquet in the order of the
-    records. Only `mtup` has `smatch_f1_restored`.
+    records. `unproven` counts the samples with a figure that may be too low, as its match took longer than
+    TIME_LIMIT_S. Only `mtup` has `smatch_f1_restored`.
     """
-    assert len(records) == len(completions) > 0, f"{len(completions)} completions for {len(records)} records"
-    rows = [_row(record, text, answer_format, time_limit_s) for record, text in zip(records, completions, strict=True)]
+    rows = [_row(record, text, answer_format) for record, text in zip(records, completions, strict=True)]
     evidence = np.array([[row["matched"], row["predicted"], row["gold"]] for row in rows], dtype=np.float64)
     matched, predicted, gold = (int(total) for total in evidence.sum(axis=0))
     interval = bootstrap(evidence, corpus_f1, groups_of(records))
@@ -96,21 +85,17 @@ def _corpus_f1(rows: Sequence[Mapping[str, Any]], matched: str, predicted: str) 
     return 2 * sum(row[matched] for row in rows) / sum(row[predicted] + row["gold"] for row in rows)
 
 
-def _row(record: Record, text: str, answer_format: str, time_limit_s: float) -> dict[str, Any]:
+def _row(record: Record, text: str, answer_format: str) -> dict[str, Any]:
     decoded, gold = decode(text, answer_format), record.parsed()
 
-    def count(graph: Node | None, truth: Node = gold, word: Callable[[str], str] = normalized) -> Counts:
-        theirs = triples_of(truth, word)
-        if graph is None:
-            return Counts(0, 0, theirs.size)
-        ours = triples_of(graph, word)
-        match = best_match(ours, theirs, time_limit_s=time_limit_s)
-        return Counts(match.matched, ours.size, theirs.size, match.proven)
+    def match(graph: Node | None, truth: Node = gold, word: Callable[[str], str] = normalized) -> Match:
+        true = triples_of(truth, word)
+        return Match(0, 0, true.size) if graph is None else best_match(triples_of(graph, word), true)
 
-    strict = count(decoded.graph)
-    written = count(decoded.graph, read_graph(record.graph), as_written)
-    fixed = strict if decoded.valid else count(repaired(text, answer_format))
-    restored = count(decoded.restored) if answer_format == "mtup" else None
+    strict = match(decoded.graph)
+    written = match(decoded.graph, read_graph(record.graph), as_written)
+    fixed = strict if decoded.valid else match(repaired(text, answer_format))
+    restored = match(decoded.restored) if answer_format == "mtup" else None
     return {
         "id": record.id,
         "sentence": record.sentence,
@@ -128,7 +113,7 @@ def _row(record: Record, text: str, answer_format: str, time_limit_s: float) -> 
         "predicted_repaired": fixed.predicted,
         "matched_restored": restored.matched if restored else None,
         "predicted_restored": restored.predicted if restored else None,
-        "proven": all(counts.proven for counts in (strict, written, fixed, restored) if counts),
+        "proven": all(each.proven for each in (strict, written, fixed, restored) if each),
     }
 
 

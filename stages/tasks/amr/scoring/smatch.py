@@ -49,9 +49,13 @@ class Triples:
 
 @dataclass(frozen=True)
 class Match:
+    """Numbers of triples of two graphs."""
+
     matched: int
-    """Triples in common under the best mapping found."""
-    proven: bool
+    """In common under the best mapping found."""
+    predicted: int
+    gold: int
+    proven: bool = True
     """Whether this mapping is proven to be the best."""
 
 
@@ -92,18 +96,19 @@ def triples_of(graph: Node, word: Callable[[str], str]) -> Triples:
     return Triples(tuple(concepts), attributes, relations)
 
 
-def best_match(ours: Triples, theirs: Triples, *, time_limit_s: float = TIME_LIMIT_S) -> Match:
+def best_match(predicted: Triples, gold: Triples) -> Match:
     """The most triples that any one-to-one mapping of nodes makes common to both graphs.
 
     A mapping that reaches an upper bound is the best one; otherwise an integer program decides. The result does not
-    depend on the machine, unless the time limit is reached: then it is not `proven`, and may be too low.
+    depend on the machine, unless TIME_LIMIT_S is reached: then it is not `proven`, and may be too low.
     """
-    gains = _gains(ours, theirs)
-    bound = (_kinds(ours) & _kinds(theirs)).total()  # of each kind, as many as the graph with fewer has
-    climbed = _climbed(gains, bound)
-    if climbed == bound or len(gains.weights) > MAX_PAIRS:
-        return Match(climbed, proven=climbed == bound)
-    return _program(gains, climbed, bound, time_limit_s)
+    gains = _gains(predicted, gold)
+    bound = (_kinds(predicted) & _kinds(gold)).total()  # of each kind, as many as the graph with fewer has
+    matched = _climbed(gains, bound)
+    proven = matched == bound
+    if not proven and len(gains.weights) <= MAX_PAIRS:
+        matched, proven = _program(gains, matched, bound)
+    return Match(matched, predicted.size, gold.size, proven)
 
 
 @dataclass(frozen=True)
@@ -180,8 +185,8 @@ def _climbed(gains: _Gains, bound: int) -> int:
     return best
 
 
-def _program(gains: _Gains, climbed: int, bound: int, time_limit_s: float) -> Match:
-    """The best mapping by integer programming (HiGHS).
+def _program(gains: _Gains, climbed: int, bound: int) -> tuple[int, bool]:
+    """The gain of the best mapping by integer programming (HiGHS), and whether it is proven to be the best.
 
     x: 1 for each mapped pair of nodes. y: 1 for each two mapped pairs that gain together.
     For a pair (u, v) and one node s, at most one of the (u, v)-(s, t) can be 1, and only if x of (u, v) is: summed
@@ -219,8 +224,8 @@ def _program(gains: _Gains, climbed: int, bound: int, time_limit_s: float) -> Ma
         integrality=np.repeat([1, 0], [len(x), len(y)]),
         bounds=Bounds(0, 1),
         constraints=LinearConstraint(matrix.tocsr(), -np.inf, np.repeat([1, 0], [width, len(tied)])),
-        options={"time_limit": time_limit_s, "mip_rel_gap": 0.999 / bound},
+        options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": 0.999 / bound},
     )
     if result.x is None:
-        return Match(climbed, proven=False)
-    return Match(max(climbed, round(-result.fun)), proven=result.status == 0)
+        return climbed, False
+    return max(climbed, round(-result.fun)), result.status == 0
