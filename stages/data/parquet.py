@@ -38,10 +38,12 @@ def count_rows(path: Path) -> int:
 
 
 def column_names(columns: Iterable[pa.Field], outer: str = "") -> Iterator[str]:
-    """The name of each column, and `outer.inner` of each field of a struct, or of a list of structs."""
+    """The name of each column, and `outer.inner` of each field of a struct, or of a list of structs or such lists."""
     for column in columns:
         yield f"{outer}{column.name}"
-        inner = _unlisted(column.type)
+        inner = column.type
+        while pa.types.is_list(inner) or pa.types.is_large_list(inner):
+            inner = inner.value_type
         yield from column_names(inner, f"{outer}{column.name}.") if pa.types.is_struct(inner) else ()
 
 
@@ -122,10 +124,3 @@ def _open(path: Path, fix: str = _FETCH) -> pq.ParquetFile:
         return pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False)
     except READING_ERRORS as error:
         raise UserError(f"{path} cannot be read as parquet: {error}; {fix}") from error
-
-
-def _unlisted(kind: pa.DataType) -> pa.DataType:
-    """The type of the items of a list, also of lists in lists; another type is its own."""
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = kind.value_type
-    return kind

@@ -116,7 +116,8 @@ def files_by_split(
     named, by_word = named_files(folder, splits), defaultdict[str, list[Path]](list)
     others = [path for path in files if not any(path in paths for paths in named.values())]
     for path in others:
-        by_word[named_split(path)].append(path)
+        first_word, *_ = re.split("[^a-z]", path.name.lower(), maxsplit=1)  # empty for 1.jsonl
+        by_word[SPLIT_WORDS.get(first_word, "")].append(path)
     if not (named_train or by_word["train"] or "train" in named):
         return {"train": others, **named}
     validation = next((name for name in VALIDATION if by_word[name] and name not in named), None)
@@ -124,11 +125,6 @@ def files_by_split(
     if not found["train"]:
         raise UserError(f"{folder} has no training files: {describe_folder(folder)}. Expected: {expected}; {READ_ON}")
     return found
-
-
-def named_split(path: Path) -> str:
-    """The split that the first word of a file's name is; empty for none, as of devices.jsonl."""
-    return SPLIT_WORDS.get(re.split("[^a-z]", path.name.lower(), maxsplit=1)[0], "")
 
 
 def is_set(value: Any) -> bool:

@@ -73,12 +73,13 @@ def read_prepared(
     missing. may_have: further columns at the end of some files, in this order.
     Raises UserError if the split is not prepared, damaged, or another task's.
     """
-    path, fix = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
+    stage = f"prepare@{prepared_dir.name}"
+    path, fix = prepared_dir / f"{split}.parquet", f"rebuild it with: {rebuild(stage)}"
     if not path.is_file():
         if (prepared_dir / STATS_FILE).is_file() and split == "test":
             where = f"splits.test of the dataset {prepared_dir.name}"
             raise UserError(f"{prepared_dir} has no test split; name its files in params.yaml, below {where}")
-        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
+        raise UserError(f"no prepared data at {path}; run: dvc repro {stage}")
     found = read_schema(path, fix=fix)
     for column in may_have:
         schema = schema.append(column) if column.name in found.names else schema
@@ -98,7 +99,3 @@ def read_prepared(
 def _beyond(one: pa.Schema, other: pa.Schema) -> list[str]:
     """The columns of one that the other lacks."""
     return [f"{column.name} ({column.type})" for column in one if not any(map(column.equals, other))]
-
-
-def _rebuild(prepared_dir: Path) -> str:
-    return f"rebuild it with: {rebuild(f'prepare@{prepared_dir.name}')}"

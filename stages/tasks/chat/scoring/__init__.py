@@ -73,7 +73,6 @@ def score(
     Returns (metrics, rows): the figures of metrics.json, each with its 95% interval as KEY_low and KEY_high, and the
     rows of predictions.parquet in the order of the records.
     """
-    assert len(records) == len(completions) > 0, f"{len(completions)} completions for {len(records)} records"
     assert len(likelihoods) in (0, len(records)), f"{len(likelihoods)} likelihoods for {len(records)} records"
     chosen = [metric for metric in records[0].metrics if likelihoods or metric != "perplexity"]
     if not chosen or chosen[0] != records[0].metrics[0]:

@@ -114,7 +114,6 @@ def score(
     records. The original experiment's figures take the box that was annotated first, as it did; all else takes the
     ground truth in reading order, in which it is asked for.
     """
-    assert len(records) == len(completions) > 0, f"{len(completions)} completions for {len(records)} records"
     sizes_or_none = [None] * len(completions) if sizes is None else sizes
     decoded = [
         decode_boxes(text, family=codec_of(record.answer, family), size=size)
