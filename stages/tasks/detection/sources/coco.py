@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -68,15 +68,8 @@ NO_BOX = ("segmentation", "keypoints", "caption", "segments_info")
 """Keys of annotations that are of something else than a box."""
 
 
-class Entry(NamedTuple):
-    """A valid entry of a list."""
-
-    name: str
-    """Its id, or its position if it has none."""
-    value: Any
-    """An Image, Annotation or Category."""
-    keys: Mapping[str, Any]
-    """All keys."""
+Entry = tuple[str, Any, Mapping[str, Any]]
+"""A valid entry of a list: its id, or its position if it has none; an Image, Annotation or Category; and all keys."""
 
 
 def annotation_files(folder: Folder) -> list[str]:
@@ -97,7 +90,7 @@ def _samples(folder: Folder, path: str) -> Iterator[RawSample]:
     faults: dict[Any, list[str]] = defaultdict(list)
     """Problems by image_id; None has those of no image."""
     entries = {kind: list(_entries(document, kind, form, faults, folder.unread)) for kind, form in FORMS.items()}
-    categories, ids = _categories(entries["categories"]), Counter(image.value.id for image in entries["images"])
+    categories, ids = _categories(entries["categories"]), Counter(image.id for _, image, _ in entries["images"])
     boxes: dict[Id, list[NamedBox]] = defaultdict(list)
     same = {str(image_id): image_id for image_id in ids}
     for own, each, keys in entries["annotations"]:
@@ -148,7 +141,7 @@ def _entries(
         unread.update(f"{kind}.{key}" for key, value in keys.items() if key not in known and has_value(value))
         name = shown(own).strip("'") if isinstance(own, int | str) else f"at position {index}"
         try:
-            yield Entry(name, adapter.validate_python(entry), keys)
+            yield name, adapter.validate_python(entry), keys
         except ValidationError as error:
             wrong = [f"{where}: {problem}" for where, problem in problems(error, form).items()]
             if kind == "annotations" and not keys.get("bbox") and (others := [key for key in NO_BOX if keys.get(key)]):
