@@ -72,14 +72,13 @@ class DetectionRecord(ImageRecord):
     def content(self) -> list[Any]:
         return [*super().content(), self.boxes, self.categories]
 
-    def first_annotated(self) -> Box | None:
-        """The first box of the dataset that is asked for."""
-        return next((box for box, label in zip(self.boxes, self.labels, strict=True) if label is not None), None)
+    def annotated(self) -> list[tuple[Box, str]]:
+        """The boxes that are asked for, each with its label, in the order of the dataset."""
+        return [(box, label) for box, label in zip(self.boxes, self.labels, strict=True) if label is not None]
 
-    def targets(self) -> tuple[tuple[Box, str], ...]:
-        """The boxes that are asked for, each with its label, in reading order."""
-        asked = [(box, label) for box, label in zip(self.boxes, self.labels, strict=True) if label is not None]
-        return tuple(sorted(asked, key=lambda target: reading_order(target[0])))
+    def targets(self) -> list[tuple[Box, str]]:
+        """The same in reading order."""
+        return sorted(self.annotated(), key=lambda target: reading_order(target[0]))
 
     def target_boxes(self) -> tuple[Box, ...]:
         return tuple(box for box, _ in self.targets())

@@ -156,11 +156,11 @@ def score(
 
 def _iou(record: DetectionRecord, parsed: Decoded, matched: Floats) -> float:
     """IoU of one sample, as its dataset defines it."""
-    first, predicted = record.first_annotated(), parsed.boxes
-    if first is None:
+    annotated, predicted = record.annotated(), parsed.boxes
+    if not annotated:
         return float(parsed.none)
     if record.scored_boxes == "first":
-        return float(pairwise_iou([first], predicted[:1])[0, 0]) if predicted else 0.0
+        return float(pairwise_iou([annotated[0][0]], predicted[:1])[0, 0]) if predicted else 0.0
     return float(matched.sum()) / max(len(matched), len(predicted))
 
 
