@@ -24,6 +24,7 @@ from stages.core.errors import UserError
 from stages.core.given_files import given_files
 from stages.core.params.schema import DatasetParams, Text
 from stages.core.records import STRICT, cut, shown
+from stages.core.tasks import PlainReader
 from stages.data.folder import IMAGES as IMAGE_SUFFIXES
 from stages.data.folder import Folder
 from stages.data.given_images import MAX_IMAGE_PIXELS, parse_image
@@ -40,7 +41,7 @@ Fetch = Callable[[Any], tuple[str, bytes]]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Reader:
+class Reader(PlainReader):
     """Settings of a chat dataset."""
 
     group: Text | None = None
@@ -50,8 +51,6 @@ class Reader:
     """Metrics of answers (docs/chat.md); models are ranked by the first."""
     ignore: tuple[Text, ...] = ()
     """Keys of a row that are not read, also those that would be refused."""
-    strict: bool = False
-    """Whether keys of a row that are neither read nor ignored are refused; otherwise they are counted."""
     max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = MAX_IMAGE_PIXELS
     """A conversation with a larger image is invalid, and refused before the image is decoded."""
 

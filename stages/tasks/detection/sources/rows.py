@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.params.schema import Text
 from stages.core.records import STRICT, cut, shown
+from stages.core.tasks import PlainReader
 from stages.data.given_images import MAX_IMAGE_PIXELS, parse_image
 from stages.data.texts import composed, markup_problem
 from stages.tasks.detection.samples import PROMPT, DetectionRecord, ScoredBoxes
@@ -92,7 +93,7 @@ class Columns(BoxForm):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Reader:
+class Reader(PlainReader):
     """Settings of a detection dataset: how it is read, what the model is asked, and how it answers."""
 
     format: DataForm | None = None
@@ -119,8 +120,6 @@ class Reader:
     its first group in parentheses; or a key of COCO's image, or a column of parquet. Null: a product's
     photographs (BARCODE_NUMBER) and a photograph's versions by Roboflow (NAME.rf.ID.jpg) are groups, held out together;
     one in two splits is counted."""
-    strict: bool = False
-    """Whether fields that only describe, and are not read, are refused."""
     max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = MAX_IMAGE_PIXELS
     """An image with more is an invalid row, refused before it is decoded (nine bytes a pixel). Pillow's limit is the
     maximum."""
