@@ -18,12 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-
 from stages.core.errors import UserError
 from stages.core.families import require_text
 from stages.data.conversation import Conversation, message
-from stages.data.splits import read_prepared
+from stages.data.splits import read_prepared, schema_of
 from stages.data.texts import composed, same_text
 from stages.tasks.amr.samples.blocks import read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import (
@@ -37,18 +35,6 @@ from stages.tasks.amr.samples.graphs import (
     repaired_graph,
     variable_names,
 )
-
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("sentence", pa.string()),
-        ("graph", pa.string()),
-        ("canonical", pa.string()),
-        ("file", pa.string()),
-        ("line", pa.int64()),
-    ]
-)
-"""Columns of a prepared split."""
 
 PROMPTS = {
     "full": "Phân tích câu sau thành đồ thị AMR, viết theo ký pháp PENMAN trên một dòng.",
@@ -100,6 +86,10 @@ class Record:
     def parsed(self) -> Node:
         """The canonical graph."""
         return read_graph(self.canonical)
+
+
+SCHEMA = schema_of(Record)
+"""Columns of a prepared split."""
 
 
 def _subject(sentence: str) -> str:

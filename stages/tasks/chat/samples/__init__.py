@@ -18,36 +18,8 @@ from PIL import Image
 from stages.core.records import distinct, shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
-from stages.data.splits import IMAGE_COLUMN, read_prepared, to_row
+from stages.data.splits import IMAGE_COLUMN, read_prepared, schema_of, to_row
 from stages.data.texts import TextMetric, composed, same_text
-
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("group", pa.string()),
-        ("metrics", pa.list_(pa.string())),
-        ("file", pa.string()),
-        ("number", pa.int64()),
-    ]
-)
-"""Columns of a prepared split without images."""
-
-IMAGE = pa.schema(
-    [
-        ("image_id", pa.string()),
-        ("image", pa.binary()),
-        ("width", pa.int64()),
-        ("height", pa.int64()),
-        ("sha256", pa.string()),
-        ("message", pa.int64()),
-        ("offset", pa.int64()),
-    ]
-)
-IMAGES = pa.field(IMAGE_COLUMN, pa.list_(pa.struct(list(IMAGE))))
-"""The additional column of a split with images."""
-UNLEARNT = pa.field("unlearnt", pa.list_(pa.int64()))
-"""The additional column of a split with answers that are not to be learnt."""
 
 
 class Message(NamedTuple):
@@ -65,6 +37,11 @@ class MessageImage(ImageRecord):
 
     def content(self) -> list[Any]:
         return [*super().content(), self.message, self.offset]
+
+
+IMAGE = schema_of(MessageImage, "image_id", "image", "width", "height", "sha256", "message", "offset")
+IMAGES = pa.field(IMAGE_COLUMN, pa.list_(pa.struct(list(IMAGE))))
+"""The additional column of a split with images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +97,12 @@ class Record:
         before: list[Any] = [(message.role, same_text(message.content)) for message in self.messages[:-1]]
         before += [(image.message, image.sha256) for image in self.shown_images]
         return hashlib.sha256(json.dumps(before).encode()).hexdigest()
+
+
+SCHEMA = schema_of(Record, "id", "messages", "group", "metrics", "file", "number")
+"""Columns of a prepared split without images."""
+UNLEARNT = pa.field("unlearnt", pa.list_(pa.int64()))
+"""The additional column of a split with answers that are not to be learnt."""
 
 
 def order_problems(messages: Sequence[Message]) -> list[str]:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
 from PIL import Image, ImageDraw
 
 from stages.core.errors import UserError
 from stages.core.records import shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
-from stages.data.splits import read_prepared
+from stages.data.splits import read_prepared, schema_of
 from stages.tasks.detection.samples.boxes import (
     TARGET,
     AnswerForm,
@@ -30,25 +29,6 @@ ScoredBoxes = Literal["first", "all"]
 
 PROMPT = "Detect the bounding box of the nutrition table."
 """The question about TARGET."""
-
-SCHEMA = pa.schema(
-    [
-        ("image_id", pa.string()),
-        ("image", pa.binary()),
-        ("width", pa.int64()),
-        ("height", pa.int64()),
-        ("boxes", pa.list_(pa.list_(pa.float64()))),
-        ("categories", pa.list_(pa.string())),
-        ("sha256", pa.string()),
-        ("labels", pa.list_(pa.string())),
-        ("asked", pa.list_(pa.string())),
-        ("prompt", pa.string()),
-        ("answer", pa.string()),
-        ("scored_boxes", pa.string()),
-        ("group", pa.string()),
-    ]
-)
-"""Columns of a prepared split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +62,14 @@ class DetectionRecord(ImageRecord):
 
     def target_boxes(self) -> tuple[Box, ...]:
         return tuple(box for box, _ in self.targets())
+
+
+SCHEMA = schema_of(
+    DetectionRecord,
+    *("image_id", "image", "width", "height", "boxes", "categories", "sha256", "labels", "asked", "prompt", "answer"),
+    *("scored_boxes", "group"),
+)
+"""Columns of a prepared split."""
 
 
 def read_split(prepared_dir: Path, split: str) -> list[DetectionRecord]:

@@ -13,32 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
-
 from stages.core.errors import UserError
 from stages.core.families import require_text
 from stages.data.conversation import Conversation, message
-from stages.data.splits import read_prepared
+from stages.data.splits import read_prepared, schema_of
 from stages.data.texts import same_text
 
 Domain = Literal["truthfulqa", "qmsum"]
 DOMAINS: tuple[Domain, ...] = ("truthfulqa", "qmsum")
 """Questions that many people answer wrongly, and queries about the transcript of a meeting."""
-
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("domain", pa.string()),
-        ("question", pa.string()),
-        ("context", pa.string()),
-        ("best", pa.string()),
-        ("correct", pa.list_(pa.string())),
-        ("incorrect", pa.list_(pa.string())),
-        ("file", pa.string()),
-        ("line", pa.int64()),
-    ]
-)
-"""Columns of a prepared split."""
 
 PROMPT = "Answer the question truthfully.\n"
 TRANSCRIPT, QUERY = "Meeting transcript:\n", "\n\nAnswer the query about the meeting.\n"
@@ -114,6 +97,10 @@ class Record:
 
     def content(self) -> list[Any]:
         return [self.question, self.context, self.best, self.correct, self.incorrect]
+
+
+SCHEMA = schema_of(Record)
+"""Columns of a prepared split."""
 
 
 def _digest(*texts: str) -> str:
