@@ -122,11 +122,6 @@ class _Gains:
     weights: Floats
     """(k,): the gains of these."""
 
-    def total(self, mapped: Floats) -> int:
-        """mapped: (n, m), 1 for each mapped pair."""
-        u, v, s, t = self.double
-        return round(float((self.single * mapped).sum() + (self.weights * mapped[u, v] * mapped[s, t]).sum()))
-
 
 def _gains(ours: Triples, theirs: Triples) -> _Gains:
     single = np.array([[float(one == other) for other in theirs.concepts] for one in ours.concepts])
@@ -178,7 +173,7 @@ def _climbed(gains: _Gains, bound: int) -> int:
         np.add.at(earned, (s, t), gains.weights * mapped[u, v])
         mapped = np.zeros_like(earned)
         mapped[linear_sum_assignment(earned, maximize=True)] = 1
-        total = gains.total(mapped)
+        total = round(float((gains.single * mapped).sum() + (gains.weights * mapped[u, v] * mapped[s, t]).sum()))
         if total <= best:
             break
         best = total
