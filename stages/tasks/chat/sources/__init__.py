@@ -61,7 +61,15 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
     Files train* and val*, dev* or test* are the two splits; without the latter a share of the groups is held out.
     Raises UserError if a folder holds files of both kinds, or no training files.
     """
-    rules = _rules(reader)
+    rules: Rules[Record] = Rules(
+        schema=SCHEMA,
+        summary=_summary,
+        expected="train*.jsonl, train*.json or train*.parquet with a conversation in each line, entry or row",
+        subject="question" if reader.group is None else f"question or {reader.group}",
+        describe=lambda record: describe_text(record.question, record.answer),
+        held_out=0.1,
+        adapt=lambda split, record: record if split == "train" else replace(record, metrics=reader.metrics),
+    )
     folder, resolved = parquet_folder(dataset.source)
     lines = [] if resolved.startswith("hub:") else given_files(folder, "*.jsonl", "*.json")
     tables = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
@@ -85,18 +93,6 @@ def _with_image(record: Record) -> Record | list[str]:
     """The record, or its problem if it has a place for an image and no image: in a dataset without any, it is text."""
     placed = any(PLACEHOLDER in message.content for message in record.messages)
     return [f"{PLACEHOLDER} in a text, but no image"] if placed and not record.shown_images else record
-
-
-def _rules(reader: Reader) -> Rules[Record]:
-    return Rules(
-        schema=SCHEMA,
-        summary=_summary,
-        expected="train*.jsonl, train*.json or train*.parquet with a conversation in each line, entry or row",
-        subject="question" if reader.group is None else f"question or {reader.group}",
-        describe=lambda record: describe_text(record.question, record.answer),
-        held_out=0.1,
-        adapt=lambda split, record: record if split == "train" else replace(record, metrics=reader.metrics),
-    )
 
 
 def _summary(_: str, records: Sequence[Record]) -> dict[str, Any]:
