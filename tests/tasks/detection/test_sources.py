@@ -72,7 +72,8 @@ def test_open_food_facts_schema_is_read_and_another_category_asked_for_in_other_
     stats = prepare("detection", source, out_dir=tmp_path / "out", reader=reader)
     assert stats["splits"]["train"]["categories"] == {"barcode": 1, "nutrition-table": 1}
     train, val = (read_split(tmp_path / "out", split)[0] for split in ("train", "val"))
-    assert (train.target_boxes(), val.target_boxes()) == (((0.2, 0.1, 0.9, 0.5),), ((0.2, 0.6, 0.9, 0.8),))
+    boxes = [(0.2, 0.1, 0.9, 0.5), (0.2, 0.6, 0.9, 0.8)]
+    assert [train.targets(), val.targets()] == [[(box, "barcode")] for box in boxes]
     question, answer = ForModel("qwen2_vl", lambda *size: size).conversation(train, answered=True).messages
     assert question["content"][1]["text"] == "Where is the barcode?"
     assert answer["content"][0]["text"].startswith("<|object_ref_start|>barcode<|object_ref_end|>")

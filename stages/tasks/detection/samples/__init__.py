@@ -60,9 +60,6 @@ class DetectionRecord(ImageRecord):
         """The same in reading order."""
         return sorted(self.annotated(), key=lambda target: reading_order(target[0]))
 
-    def target_boxes(self) -> tuple[Box, ...]:
-        return tuple(box for box, _ in self.targets())
-
 
 SCHEMA = schema_of(
     DetectionRecord,
@@ -109,7 +106,7 @@ class ForModel:
         """
         answer = None
         if answered:
-            boxes, labels = record.target_boxes(), [label for _, label in record.targets()]
+            boxes, labels = [box for box, _ in record.targets()], [label for _, label in record.targets()]
             form, size = codec_of(record.answer, self.family), self.resized(record.width, record.height)
             answer = encode_boxes(boxes, family=form, size=size, label=labels)
             if decode_boxes(answer, family=form, size=size).labels != tuple(labels):

@@ -114,15 +114,13 @@ def score(
     records. The original experiment's figures take the box that was annotated first, as it did; all else takes the
     ground truth in reading order, in which it is asked for.
     """
-    sizes_or_none = [None] * len(completions) if sizes is None else sizes
-    decoded = [
-        decode_boxes(text, family=codec_of(record.answer, family), size=size)
-        for record, text, size in zip(records, completions, sizes_or_none, strict=True)
-    ]
     rows: list[dict[str, Any]] = []
+    decoded: list[Decoded] = []
     matched: list[Floats] = []
-    for record, text, parsed in zip(records, completions, decoded, strict=True):
-        truth, truth_labels = record.target_boxes(), [label for _, label in record.targets()]
+    for record, text, size in zip(records, completions, sizes or [None] * len(records), strict=True):
+        parsed = decode_boxes(text, family=codec_of(record.answer, family), size=size)
+        decoded.append(parsed)
+        truth, truth_labels = [box for box, _ in record.targets()], [label for _, label in record.targets()]
         labels = (truth_labels, parsed.labels) if len(record.asked) > 1 else None
         matched.append(matched_ious(truth, parsed.boxes, labels))
         iou = _iou(record, parsed, matched[-1])

@@ -224,7 +224,7 @@ def _class_names(path: Path, column: str) -> list[str] | None:
 
 
 def _summary(split: str, records: Sequence[DetectionRecord]) -> dict[str, Any]:
-    if not any(record.target_boxes() for record in records):
+    if not any(record.annotated() for record in records):
         raise UserError(f"no image of the split {split} has a box of {', '.join(records[0].asked) or 'anything'}")
     labels = {label for record in records for label in record.labels}
     categories = Counter(name for record in records for name in record.categories)
@@ -242,7 +242,7 @@ def _summary(split: str, records: Sequence[DetectionRecord]) -> dict[str, Any]:
     return {
         "boxes": sum(len(record.boxes) for record in records),
         "boxes_per_image": {str(count): images for count, images in sorted(boxes_per_image.items())},
-        "empty_images": sum(not record.target_boxes() for record in records),
+        "empty_images": sum(not record.annotated() for record in records),
         **({"repeated_boxes": repeated} if repeated else {}),
         "categories": dict(sorted(categories.items())),
         "largest_image": list(max(((record.width, record.height) for record in records), key=math.prod)),
