@@ -75,7 +75,7 @@ def mix(parts: Mapping[str, int | None], prepared_dir: Path, *, with_selection: 
     found = {}
     for name, count in parts.items():
         available = {split: read_split(prepared_dir / name, split) for split in records}
-        taken = _limited(available["train"], count)
+        taken = sorted(available["train"], key=_order)[:count]
         found[name] = {
             "source": read_origin(prepared_dir / name).source,
             "asked": count,
@@ -119,13 +119,8 @@ def read(dataset: DatasetParams, _: PlainReader) -> RawDataset[Record]:
     return read_text_files(dataset, folder, files, _read_file, RULES, named_train=False)
 
 
-def _limited(records: Sequence[Record], count: int | None) -> list[Record]:
-    """At most `count` records, chosen by a digest of their questions, in their order."""
-    kept = {record.id for record in sorted(records, key=_order)[:count]}
-    return [record for record in records if record.id in kept]
-
-
 def _order(record: Record) -> tuple[str, str]:
+    """Any order, the same each time: a digest of the question and its text."""
     return record.key(), record.id
 
 
