@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,19 +136,11 @@ def check(model_type: str) -> None:
 
 def conversation(record: Record, *, answered: bool, answer_format: None = None) -> Conversation:
     """The messages, without the last one unless `answered`."""
-    messages = record.messages if answered else record.messages[:-1]
-    return replace(_conversation(record.id, messages, record.shown_images), unlearnt=record.unlearnt)
-
-
-_PROBES = (
-    (Message("user", "Which day follows Monday?"), Message("assistant", "Tuesday.")),
-    (
-        Message("user", "Is ice warm?"),
-        Message("assistant", "No."),
-        Message("user", "What colour is snow?"),
-        Message("assistant", "White."),
-    ),
-)
+    messages = []
+    for number, each in enumerate(record.messages if answered else record.messages[:-1]):
+        offsets = [image.offset for image in record.shown_images if image.message == number]
+        messages.append({"role": each.role, "content": _parts(each.content, offsets)})
+    return Conversation(sample_id=record.id, messages=messages, images=record.shown_images, unlearnt=record.unlearnt)
 
 
 def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
@@ -159,19 +151,17 @@ def candidates(records: Sequence[Record], *, answer_format: None = None) -> list
 def probes(answer_format: None = None) -> list[Conversation]:
     """Three answered conversations to compare models on: of one turn, of two, and about an image, which text models do
     not take. None has a system prompt, which some chat templates refuse (Gemma 2, Mistral 7B v0.1)."""
-    texts = [_conversation(f"probe-{index}", messages) for index, messages in enumerate(_PROBES)]
+    day = [message("user", "Which day follows Monday?"), message("assistant", "Tuesday.")]
+    ice = [message("user", "Is ice warm?"), message("assistant", "No.")]
+    snow = [message("user", "What colour is snow?"), message("assistant", "White.")]
     image = Image.linear_gradient("L").resize((224, 280)).convert("RGB")
     content = [{"type": "image"}, {"type": "text", "text": "Is it darker above?"}]
     asked = [{"role": "user", "content": content}, message("assistant", "Yes.")]
-    return [*texts, Conversation(sample_id="probe-image", messages=asked, images=[image])]
-
-
-def _conversation(sample_id: str, messages: Sequence[Message], images: Sequence[MessageImage] = ()) -> Conversation:
-    converted = []
-    for number, each in enumerate(messages):
-        offsets = [image.offset for image in images if image.message == number]
-        converted.append({"role": each.role, "content": _parts(each.content, offsets)})
-    return Conversation(sample_id=sample_id, messages=converted, images=images)
+    return [
+        Conversation(sample_id="probe-0", messages=day),
+        Conversation(sample_id="probe-1", messages=[*ice, *snow]),
+        Conversation(sample_id="probe-image", messages=asked, images=[image]),
+    ]
 
 
 def _parts(text: str, offsets: Sequence[int]) -> list[dict[str, Any]]:
