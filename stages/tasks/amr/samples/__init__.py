@@ -166,15 +166,11 @@ def encode(graph: Node, answer_format: str) -> str:
 @dataclass(frozen=True)
 class Decoded:
     graph: Node | None
-    """The graph of a completion; for `mtup`, the second one."""
+    """The graph of a completion, None if it has none; for `mtup`, the second one."""
     problem: str | None
     """The reason if there is no graph."""
     restored: Node | None = None
     """For `mtup`, the graph that the first step stands for; None if that cannot be read."""
-
-    @property
-    def valid(self) -> bool:
-        return self.graph is not None
 
 
 def decode(text: str, answer_format: str) -> Decoded:

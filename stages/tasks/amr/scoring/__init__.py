@@ -94,13 +94,13 @@ def _row(record: Record, text: str, answer_format: str) -> dict[str, Any]:
 
     strict = match(decoded.graph)
     written = match(decoded.graph, read_graph(record.graph), as_written)
-    fixed = strict if decoded.valid else match(repaired(text, answer_format))
+    fixed = strict if decoded.graph else match(repaired(text, answer_format))
     restored = match(decoded.restored) if answer_format == "mtup" else None
     return {
         "id": record.id,
         "sentence": record.sentence,
         "text": text,
-        "valid": decoded.valid,
+        "valid": decoded.graph is not None,
         "problem": decoded.problem,
         "prediction": None if decoded.graph is None else penman_lines(decoded.graph),
         "truth": penman_lines(gold),
