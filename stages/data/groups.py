@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-class Grouped(Protocol):
+class Record(Protocol):
+    """A sample of any task."""
+
+    def content(self) -> Sequence[Any]:
+        """All fields but where the record was read, as JSON values; the first names the record in messages."""
+
     def subject(self) -> str:
         """A digest, equal for records that may not be in two splits."""
 
@@ -19,7 +24,7 @@ class Grouped(Protocol):
         """A name that records of a group share; empty for none but that of the subject."""
 
 
-def groups_of(records: Sequence[Grouped]) -> NDArray[np.int64] | None:
+def groups_of(records: Sequence[Record]) -> NDArray[np.int64] | None:
     """(records,) The number of each record's group, counted from 0 as they appear; None if each is its own."""
     joined = connected((record.subject(), record.group) for record in records)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(joined))}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
@@ -24,7 +24,7 @@ from stages.core.atomic import atomic_folder
 from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.params.schema import DataParams, DatasetParams, LimitParams
 from stages.core.tasks import reader_of
-from stages.data.groups import Grouped, connected, groups_of
+from stages.data.groups import Record, connected, groups_of
 from stages.data.near import Description, near_duplicates
 from stages.data.parquet import write_rows
 from stages.data.sources import READ_ON, Place, WrongSplit, files_by_split
@@ -38,13 +38,6 @@ MAX_UNUSED = 20
 """Unused files named in stats.json and in the log; the rest are counted."""
 
 log = logging.getLogger("stages")
-
-
-class Record(Grouped, Protocol):
-    """A sample of any task."""
-
-    def content(self) -> Sequence[Any]:
-        """All fields but where the record was read, as JSON values; the first names the record in messages."""
 
 
 R = TypeVar("R", bound=Record)

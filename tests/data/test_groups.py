@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from stages.data.groups import Grouped, connected, groups_of
+from stages.data.groups import Record, connected, groups_of
 from stages.tasks.amr.samples import parse_record
 from tests.tasks.detection.rows import record
 from tests.tasks.moe.made_up import fact, meeting
@@ -13,7 +13,7 @@ def test_what_is_connected_has_one_name() -> None:
     assert connected(keys) == ["c", "a", "a", "a", "a", "c", "e"]
 
 
-def sentence(sample_id: str, number: int) -> Grouped:
+def sentence(sample_id: str, number: int) -> Record:
     return parse_record(sample_id, f"Câu {number} .", "(đ / đi :agent (t / tôi))", file="x.txt", line=number)
 
 
@@ -34,8 +34,6 @@ IMAGES = [record([(0.1, 0.1, 0.5, 0.5)], name) for name in "abca"]
     ],
     ids=["documents", "meetings", "one image twice", "named", "images", "single questions"],
 )
-def test_samples_of_a_document_a_meeting_or_a_name_are_a_group(
-    records: list[Grouped], groups: list[int] | None
-) -> None:
+def test_samples_of_a_document_a_meeting_or_a_name_are_a_group(records: list[Record], groups: list[int] | None) -> None:
     found = groups_of(records)
     assert (None if found is None else found.tolist()) == groups
