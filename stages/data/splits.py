@@ -102,7 +102,8 @@ def read_prepared(
     for column in may_have:
         schema = schema.append(column) if column.name in found.names else schema
     if not found.equals(schema):
-        wrong = [*_beyond(found, schema), *(f"no {column}" for column in _beyond(schema, found))]
+        wrong = [f"{column.name} ({column.type})" for column in found if column not in [*schema]]
+        wrong += [f"no {column.name} ({column.type})" for column in schema if column not in [*found]]
         raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {fix}")
     records = []
     for number, row in enumerate(read_rows(path, fix=fix)):
@@ -112,8 +113,3 @@ def read_prepared(
     if not records:
         raise UserError(f"{path} has no row; {fix}")
     return records
-
-
-def _beyond(one: pa.Schema, other: pa.Schema) -> list[str]:
-    """The columns of one that the other lacks."""
-    return [f"{column.name} ({column.type})" for column in one if not any(map(column.equals, other))]
