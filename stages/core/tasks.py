@@ -39,7 +39,7 @@ def answer_format_problems(samples: ModuleType, subject: RecipeParams | Baseline
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PlainReader:
-    """`reader` of a dataset; a task with further settings adds them."""
+    """Settings of every dataset's `reader`; a task with further ones has a subclass, `Reader`."""
 
     strict: bool = False
     """Whether fields that only describe, and are not read, are refused; otherwise they are counted."""
