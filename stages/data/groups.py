@@ -36,7 +36,7 @@ def connected(keys: Iterable[tuple[str, str]]) -> list[str]:
 
     A group may be empty, and then joins nothing.
     """
-    from scipy.cluster.hierarchy import DisjointSet  # half a second
+    from scipy.cluster.hierarchy import DisjointSet  # slow to import
 
     pairs = [(subject, f"~{group}" if group else subject) for subject, group in keys]  # `~` is behind every digest
     joined = DisjointSet(chain.from_iterable(pairs))
