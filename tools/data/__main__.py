@@ -255,7 +255,8 @@ def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequ
     ordered = sorted(records, key=lambda record: record.sha256)
     firsts: dict[str | None, DetectionRecord] = {}
     for record in ordered:
-        for _, label in record.targets() or [(None, None)]:
+        labels: list[str | None] = [label for _, label in record.targets()]
+        for label in labels or [None]:
             firsts.setdefault(label, record)
     shown = {id(record): record for record in (*firsts.values(), *ordered)}
     images = {}

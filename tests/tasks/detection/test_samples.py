@@ -259,7 +259,7 @@ def test_any_damage_to_a_row_gives_a_record_or_problems_in_words(data: st.DataOb
         damaged["image"]["bytes"] = data.draw(st.just(image) | damaged_bytes(image))
     found = parse_row(row_of(damaged, "row 0", OPEN_FOOD_FACTS, ()), Reader(), FORM)
     if isinstance(found, DetectionRecord):
-        assert found.target_boxes()
+        assert found.targets()
         assert found.open_image().size == (found.width, found.height)
         assert json.dumps(to_row(found, SCHEMA) | {"image": ""}).encode()
     else:

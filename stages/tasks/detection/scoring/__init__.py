@@ -117,7 +117,8 @@ def score(
     rows: list[dict[str, Any]] = []
     decoded: list[Decoded] = []
     matched: list[Floats] = []
-    for record, text, size in zip(records, completions, sizes or [None] * len(records), strict=True):
+    sizes_or_none: Sequence[tuple[int, int] | None] = sizes or [None] * len(records)
+    for record, text, size in zip(records, completions, sizes_or_none, strict=True):
         parsed = decode_boxes(text, family=codec_of(record.answer, family), size=size)
         decoded.append(parsed)
         truth, truth_labels = [box for box, _ in record.targets()], [label for _, label in record.targets()]
