@@ -57,7 +57,7 @@ class DetectionRecord(ImageRecord):
         return [(box, label) for box, label in zip(self.boxes, self.labels, strict=True) if label is not None]
 
     def targets(self) -> list[tuple[Box, str]]:
-        """The same in reading order."""
+        """The boxes of `annotated` in reading order."""
         return sorted(self.annotated(), key=lambda target: reading_order(target[0]))
 
 
