@@ -125,7 +125,7 @@ class Folder:
         folder that is called like a split counts, or words that all of the other folders, or names, have.
         """
         splits: dict[str, str | None] = {path: self.split_named.get(path) for path in paths}
-        others = (_split_in_folder, _split_in_name) if of_samples else (_split_in_name, _split_in_folder)
+        others = (_split_in_folder, _split_in_name) if of_samples else (_split_in_name, _split_in_folder, _within_name)
         for clue in (_split_that_is_folder, *others):
             clues = {path: clue(PurePosixPath(path)) for path, split in splits.items() if split is None}
             if not of_samples or clue is _split_that_is_folder or all(clues.values()):
@@ -155,7 +155,12 @@ def _split_in_name(path: PurePosixPath) -> str | None:
     return _split_at_end(path.stem)
 
 
-def _split_at_end(name: str) -> str | None:
-    """The split that a name ends with (fruit_train), or else begins with (train_images)."""
-    words = re.findall(r"[^\W\d_]+", name.lower())
-    return next((SPLIT_WORDS[word] for word in (words[-1:] + words[:1]) if word in SPLIT_WORDS), None)
+def _within_name(path: PurePosixPath) -> str | None:
+    return _split_at_end(path.stem, within=True)
+
+
+def _split_at_end(name: str, *, within: bool = False) -> str | None:
+    """The split that a name ends with (fruit_train), or else begins with (train_images), or else has `within`."""
+    words = re.findall(r"[^\W\d_]+", re.sub("(?<=[a-z])(?=[A-Z])", " ", name).lower())
+    ordered = words[-1:] + words[:1] + words[::-1] * within
+    return next((SPLIT_WORDS[word] for word in ordered if word in SPLIT_WORDS), None)

@@ -24,7 +24,9 @@ READ_ON = "see docs/data.md"
 VALIDATION = ("val", "dev", "test")
 """Splits to validate on; the first that any file has counts."""
 SPLIT_WORDS = {name: name for name in ("train", *VALIDATION)}
-SPLIT_WORDS |= {"training": "train", "valid": "val", "validation": "val", "eval": "val", "testing": "test"}
+SPLIT_WORDS |= {"training": "train", "testing": "test"}
+SPLIT_WORDS |= dict.fromkeys(("valid", "validation", "eval", "evaluation", "holdout"), "val")
+SPLIT_WORDS |= {f"{word}{behind}": split for word, split in [*SPLIT_WORDS.items()] for behind in ("set", "data")}
 MAX_FILES, MAX_NAMED = 10_000, 3
 
 

@@ -95,6 +95,14 @@ def test_files_belong_to_the_split_that_names_them_or_else_to_that_of_their_name
     assert chosen(tmp_path, train="**/notes*", test=truth)["train"] == "more/notes.txt"
 
 
+@pytest.mark.parametrize("train", ["trainset", "trainData", "training-1"])
+@pytest.mark.parametrize("val", ["evaluation", "valset", "evaldata", "holdout_2", "testset", "testData"])
+def test_the_word_that_begins_a_name_says_the_split(tmp_path: Path, train: str, val: str) -> None:
+    files = [tmp_path / f"{name}.txt" for name in (train, val, "trainextra")]
+    found = files_by_split(tmp_path, files, SplitParams(), expected="")
+    assert found == {"train": files[:1], "val": files[1:2]}
+
+
 @pytest.mark.parametrize(
     ("splits", "message"),
     [

@@ -191,6 +191,26 @@ ALPACA = [{"instruction": f"{n}?", "input": "", "output": f"{n}.", "category": "
             {"train": ["train.jsonl"], "val": ["val/a.jsonl"]},
         ),
         ({"talks [1].json": TALKS}, "conversations", {"train": ["talks [[]1].json"]}),
+        *(
+            ({train: ALPACA[:9], val: ALPACA[9:]}, "instruction and output", {"train": [train], "val": [val]})
+            for train, val in (
+                ("alpaca_train_10k.jsonl", "alpaca_test_1k.jsonl"),
+                ("faq.train.final.jsonl", "faq.test.final.jsonl"),
+                ("data.jsonl", "holdout.jsonl"),
+                ("train.jsonl", "my_val.jsonl"),
+            )
+        ),
+        ({"trainset.jsonl": ALPACA[:9], "evaluation.jsonl": ALPACA[9:]}, "instruction and output", None),
+        (
+            {"train.jsonl": ALPACA[:9], "test.jsonl": ALPACA[9:12], "faq_valset.jsonl": ALPACA[12:]},
+            "instruction and output",
+            {"train": ["train.jsonl"], "val": ["faq_valset.jsonl"], "test": ["test.jsonl"]},
+        ),
+        (
+            {"a [1]/0.jsonl": ALPACA[:9], "a [1]/1.jsonl": ALPACA[9:15], "val/0.jsonl": ALPACA[15:]},
+            "instruction and output",
+            {"train": ["a [[]1]/*.jsonl"], "val": ["val/0.jsonl"]},
+        ),
     ],
 )
 def test_a_folder_of_conversations_is_shown_with_the_entry_that_reads_it(

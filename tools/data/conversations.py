@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterable, Mapping
-from itertools import islice
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby, islice
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stages.core.errors import UserError, join_truncated
@@ -91,13 +91,22 @@ def _splits(folder: Path, paths: list[Path]) -> SplitParams:
     tables = [path for path in paths if path.suffix == ".parquet" and path.parent == folder / "data"]
     beside = tables or [path for path in paths if path.parent == folder]
     try:
-        found = files_by_split(folder, beside, SplitParams(), expected="")
+        read = files_by_split(folder, beside, SplitParams(), expected="")
     except UserError:
-        found = {}
-    if not found or ("val" not in found and len(beside) < len(paths)):
-        named = Folder(folder, SplitParams()).by_split([path.relative_to(folder).as_posix() for path in paths])
-        validation = next((split for split in VALIDATION if split in named), "val")
-        given = {"train": sorted(named["train"] + named[None]), "val": named[validation]}
-        given |= {"test": named["test"]} if validation != "test" else {}
-        return SplitParams(**{split: tuple(map(glob.escape, some)) for split, some in given.items()})
-    return SplitParams()
+        read = {}
+    found = {split: [path.relative_to(folder).as_posix() for path in some] for split, some in read.items()}
+    named = Folder(folder, SplitParams()).by_split([path.relative_to(folder).as_posix() for path in paths])
+    validation = next((split for split in VALIDATION if split in named), "val")
+    given = {"train": named["train"] or named[None], "val": named[validation]}
+    if set(found["val"]) <= set(given["val"]) if "val" in found else {**found, "val": []} == given:
+        return SplitParams()
+    given |= {"test": named["test"]} if validation != "test" else {}
+    return SplitParams(**{split: tuple(_patterns(folder, sorted(some))) for split, some in given.items()})
+
+
+def _patterns(folder: Path, paths: list[str]) -> Iterator[str]:
+    """These files, those of a folder by one pattern if nothing else matches it."""
+    for (parent, suffix), same in groupby(paths, lambda path: (PurePosixPath(path).parent, PurePosixPath(path).suffix)):
+        names = [*same]
+        pattern = f"{glob.escape(str(parent))}/*{suffix}".removeprefix("./")
+        yield from [pattern] if len([*folder.glob(pattern)]) == len(names) > 1 else map(glob.escape, names)

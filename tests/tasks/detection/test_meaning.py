@@ -382,6 +382,8 @@ def test_words_in_names_are_splits_only_if_all_names_have_one(
         ({"test-tube_train": "ab", "test-tube_val": "c"}, {"train": ["a", "b"], "val": ["c"]}),
         ({"trainval": "ab", "test": "c"}, "test: annotations/test.json\n  no split: annotations/trainval.json"),
         ({"instances_train2017": "ab", "instances_val2017": "c"}, {"train": ["a", "b"], "val": ["c"]}),
+        ({"coco_train_v2": "ab", "coco_test_v2": "c"}, {"train": ["a", "b"], "val": ["c"]}),
+        ({"cupsTrain": "ab", "cups.test.final": "c", "evaluationSet": "d"}, {"train": ["a", "b"], "val": ["d"]}),
     ],
 )
 def test_the_name_of_an_annotation_file_says_its_split_or_the_file_is_named(
