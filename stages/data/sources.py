@@ -89,7 +89,7 @@ class WrongSplit(UserError):
 
 def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
     """The files that the dataset's `splits` names, by split. Raises WrongSplit."""
-    found: dict[str, list[Path]] = {}
+    found, taken = dict[str, list[Path]](), set[Path]()
     for split, pattern in ((split, pattern) for split, some in splits.patterns().items() for pattern in some):
         here, forms = f"splits.{split}: {pattern!r}", {unicodedata.normalize(form, pattern) for form in ("NFC", "NFD")}
         try:
@@ -100,9 +100,10 @@ def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
             raise WrongSplit(f"{here} matches no file of {folder}: {describe_folder(folder)}")
         for path in sorted(matching):
             require_own(path, folder)
-            if any(path in paths for paths in found.values()):
+            if path in taken:
                 raise WrongSplit(f"splits.{split}: {path} is matched by another pattern too")
         found.setdefault(split, []).extend(sorted(matching))
+        taken |= matching
     return found
 
 
@@ -116,7 +117,8 @@ def files_by_split(
     expected: describes the files, for the message of the UserError raised if there are none to train on.
     """
     named, by_word = named_files(folder, splits), defaultdict[str, list[Path]](list)
-    others = [path for path in files if not any(path in paths for paths in named.values())]
+    taken = {path for paths in named.values() for path in paths}
+    others = [path for path in files if path not in taken]
     for path in others:
         first_word, *_ = re.split("[^a-z]", path.name.lower(), maxsplit=1)  # empty for 1.jsonl
         by_word[SPLIT_WORDS.get(first_word, "")].append(path)
