@@ -110,7 +110,7 @@ def read_text_files(
     dataset: DatasetParams,
     folder: Path,
     files: Sequence[Path],
-    read: Callable[[Path, str, Counter[str]], Iterable[Sample[R]]],
+    read: Callable[[Path, str, str, Counter[str]], Iterable[Sample[R]]],
     rules: Rules[R],
     *,
     named_train: bool = True,
@@ -119,8 +119,8 @@ def read_text_files(
     """The files of each split.
 
     files, named_train: as of `files_by_split`. others: further files that are named as unused.
-    read: gives the samples of a file, called by its path below the folder, and counts the fields that it does not read.
-    It may raise UnreadableText before the first sample.
+    read: gives the samples of a file, called by its path below the folder, of this split, and counts the fields that it
+    does not read. It may raise UnreadableText before the first sample.
     """
     unread = Counter[str]()
     chosen = files_by_split(folder, files, dataset.splits, expected=rules.expected, named_train=named_train)
@@ -128,18 +128,19 @@ def read_text_files(
     def name_of(path: Path) -> str:
         return path.relative_to(folder).as_posix()
 
-    def readable(path: Path) -> Iterator[Sample[R]]:
-        try:
-            yield from read(path, name_of(path), unread)
-        except UnreadableText as error:
-            yield Place(name_of(path)), [str(error)]
+    def samples(split: str, paths: Iterable[Path]) -> Iterator[Sample[R]]:
+        for path in paths:
+            try:
+                yield from read(path, name_of(path), split, unread)
+            except UnreadableText as error:
+                yield Place(name_of(path)), [str(error)]
 
     used = {path for paths in chosen.values() for path in paths}
     names = {split: [*map(name_of, paths)] for split, paths in chosen.items()}
     return RawDataset(
         rules=rules,
         source=dataset.source,
-        splits={split: [sample for path in paths for sample in readable(path)] for split, paths in chosen.items()},
+        splits={split: [*samples(split, paths)] for split, paths in chosen.items()},
         validation=", ".join(names["val"]) if "val" in names else None,
         files=names,
         unused_files=lambda: [name_of(path) for path in dict.fromkeys((*files, *others)) if path not in used],

@@ -6,7 +6,7 @@ import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ from tqdm import tqdm
 from stages.core.errors import UserError, join_truncated, pluralize
 from stages.core.given_files import require_own
 from stages.core.params.schema import SplitParams
+from stages.core.records import shown
 from stages.data.hub import fetch_snapshot
 from stages.data.parquet import count_rows, read_rows
 
@@ -27,6 +28,11 @@ SPLIT_WORDS = {name: name for name in ("train", *VALIDATION)}
 SPLIT_WORDS |= {"training": "train", "testing": "test"}
 SPLIT_WORDS |= dict.fromkeys(("valid", "validation", "eval", "evaluation", "holdout"), "val")
 SPLIT_WORDS |= {f"{word}{behind}": split for word, split in [*SPLIT_WORDS.items()] for behind in ("set", "data")}
+_FLAGS = {"holdout": "val", **{f"is_{word}": split for word, split in SPLIT_WORDS.items()}}
+_FLAGS |= dict.fromkeys(("deleted", "skip", "exclude"), "none")
+SPLIT_FIELDS = dict.fromkeys(("split", "subset", "partition", "fold", "set"), SPLIT_WORDS)
+SPLIT_FIELDS |= {name: dict.fromkeys(("true", "1", "yes"), split) for name, split in _FLAGS.items()}
+"""Fields that say the split of a row, with the split of each value."""
 MAX_FILES, MAX_NAMED = 10_000, 3
 
 
@@ -129,6 +135,16 @@ def files_by_split(
     if not found["train"]:
         raise UserError(f"{folder} has no training files: {describe_folder(folder)}. Expected: {expected}; {READ_ON}")
     return found
+
+
+def other_split(row: Mapping[str, Any], split: str) -> str | None:
+    """The problem of a row with a field that says it is of no split, or of train where `split` is another, or the other
+    way round; None without one. A row of val may be of test: its file says where it is scored."""
+    for key, value in row.items():
+        says = (values := SPLIT_FIELDS.get(key.lower())) and values.get(str(value).strip().lower())
+        if says == "none" or (says and (says == "train") != (split == "train")):
+            return f"{key} is {shown(value)} in a row of {split}; put such rows into a file of their own"
+    return None
 
 
 def is_set(value: Any) -> bool:

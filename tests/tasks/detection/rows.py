@@ -31,7 +31,7 @@ def row(
 
 
 def parsed(given: Row) -> DetectionRecord:
-    found = parse_row(given, Reader(), FORM)
+    found = parse_row(given, Reader(), FORM, "train")
     assert isinstance(found, DetectionRecord), found
     return found
 

@@ -189,6 +189,17 @@ def test_a_field_of_an_image_counts_like_one_of_a_box(tmp_path: Path, form: str,
     assert f"the image is {NO_PLAIN_BOX[key.lower()]} ({key} {value}); leave it out" in message
 
 
+@pytest.mark.parametrize("form", ["coco", "parquet"])
+@pytest.mark.parametrize(("key", "value"), [("split", "test"), ("is_val", True)])
+def test_an_image_of_another_split_by_its_own_field_is_refused(tmp_path: Path, form: str, key: str, value: Any) -> None:
+    folder = write_samples(
+        tmp_path / "in", form, NAMES, entry=(key, ["train", value, value] if key == "split" else [False, value, value])
+    )
+    assert f"1: {key} is {value!r} in a row of train; put such" in refusal(folder, form).replace("image 2", "image 1")
+    stats, _ = read(write_samples(tmp_path / "train", form, NAMES, entry=("split", ["train", "train", "test"])), form)
+    assert list(stats["unread_fields"].values()) == [3]
+
+
 @pytest.mark.parametrize("number", [int, float])
 @pytest.mark.parametrize("form", ["coco", "voc", "parquet"])
 def test_the_size_of_an_image_is_compared_where_annotations_have_it(

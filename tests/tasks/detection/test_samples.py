@@ -214,7 +214,7 @@ def test_box_lies_on_its_patch_after_exif_rotation(orientation: int) -> None:
     ],
 )
 def test_bad_row_is_reported(changes: dict[str, Any], problem: str) -> None:
-    problems = parse_row(row(**changes), Reader(), FORM)
+    problems = parse_row(row(**changes), Reader(), FORM, "train")
     assert isinstance(problems, list)
     assert len(problems) == 1
     assert re.search(problem, problems[0])
@@ -222,7 +222,7 @@ def test_bad_row_is_reported(changes: dict[str, Any], problem: str) -> None:
 
 def test_every_problem_of_a_row_is_reported() -> None:
     wrong = row(image_id="", image=b"no", bbox=[[0.5, 0.2, 0.1, 0.9], [0.1, 0.2, 0.3, 7.0]])
-    problems = parse_row(wrong, Reader(), FORM)
+    problems = parse_row(wrong, Reader(), FORM, "train")
     assert isinstance(problems, list)
     assert [problem.split()[0] for problem in problems] == ["image_id", "unreadable", "box", "box"]
 
@@ -257,7 +257,7 @@ def test_any_damage_to_a_row_gives_a_record_or_problems_in_words(data: st.DataOb
     damaged = data.draw(st.just(whole) | damaged_tree(whole).filter(lambda tree: isinstance(tree, dict)))
     if isinstance(damaged.get("image"), dict) and damaged["image"].get("bytes") == image:
         damaged["image"]["bytes"] = data.draw(st.just(image) | damaged_bytes(image))
-    found = parse_row(row_of(damaged, "row 0", OPEN_FOOD_FACTS, ()), Reader(), FORM)
+    found = parse_row(row_of(damaged, "row 0", OPEN_FOOD_FACTS, ()), Reader(), FORM, "train")
     if isinstance(found, DetectionRecord):
         assert found.targets()
         assert found.open_image().size == (found.width, found.height)

@@ -106,12 +106,24 @@ def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) 
     assert (stats["splits"]["train"]["records"], stats["splits"]["train"]["invalid_rows"]) == (7, 6)
 
 
+def test_a_question_of_another_split_by_its_own_field_is_refused(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "in/q.csv", *QUESTIONS[:9])
+    path.write_text(path.read_text().replace("Type,", "Split,") + "test,Why?,So,So,No\n")
+    assert "q.csv line 11: Split is 'test' in a row of train; put" in refusal(
+        "moe", f"folder:{tmp_path}/in", tmp_path / "out"
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
         ("{", "not JSON"),
         ('{"a": 1}', "neither meeting_transcripts"),
         ({**longbench(1), "dataset": "hotpotqa"}, "of LongBench's 'hotpotqa'"),
+        (
+            {**longbench(1), "split": "test"},
+            "split is 'test' in a row of train; put such rows into a file of their own",
+        ),
         ({**longbench(1), "answers": []}, "answers is no list of texts"),
         ({**longbench(1), "context": " "}, "an empty transcript"),
         ({**yale("x"), "specific_query_list": [{"query": "Q?"}]}, "specific_query_list, number 1: no text as query"),

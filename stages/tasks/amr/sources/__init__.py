@@ -57,7 +57,7 @@ def read(dataset: DatasetParams, _: PlainReader) -> RawDataset[Record]:
     return found.mapped(lambda each: each if counts[each.id] == 1 else replace(each, id=f"{each.file}:{each.line}"))
 
 
-def _read_file(path: Path, file: str, unread: Counter[str]) -> Iterator[Sample[Record]]:
+def _read_file(path: Path, file: str, _: str, unread: Counter[str]) -> Iterator[Sample[Record]]:
     lines = read_lines(path)
     unread.update(name for line in lines for name in unread_fields(line))
     blocks = list(read_blocks(lines))

@@ -31,7 +31,7 @@ from stages.data.given_images import MAX_IMAGE_PIXELS, parse_image
 from stages.data.groups import connected
 from stages.data.near import describe_text
 from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
-from stages.data.sources import READ_ON, Place, describe_folder, parquet_folder, table_rows
+from stages.data.sources import READ_ON, Place, describe_folder, other_split, parquet_folder, table_rows
 from stages.data.texts import TEXT_METRICS, TextMetric, composed, json_objects, read_text
 from stages.tasks.chat.samples import IMAGES, SCHEMA, UNLEARNT, MessageImage, Record, json_fields, without_thinking
 from stages.tasks.chat.sources.forms import PLACEHOLDER, images_of, parse_conversation, unread_keys
@@ -113,15 +113,17 @@ def _grouped(dataset: RawDataset[Record]) -> RawDataset[Record]:
     return dataset.mapped(lambda each: replace(each, group=hashlib.sha256(f"asked {next(asked)}".encode()).hexdigest()))
 
 
-def _read_file(path: Path, file: str, unread: Counter[str], folder: Folder, reader: Reader) -> Iterator[Sample[Record]]:
+def _read_file(
+    path: Path, file: str, split: str, unread: Counter[str], folder: Folder, reader: Reader
+) -> Iterator[Sample[Record]]:
     if path.suffix == ".parquet":
         for place, row in table_rows(folder.root, path):
-            yield _sample(place, row, reader, unread, _in_table)
+            yield _sample(place, row, split, reader, unread, _in_table)
         return
     unit, objects = json_objects(read_text(path))
     for number, content in objects:
         place, fetch = Place(file, number, unit), partial(_in_folder, folder=folder, near=file)
-        yield (place, [content]) if isinstance(content, str) else _sample(place, content, reader, unread, fetch)
+        yield (place, [content]) if isinstance(content, str) else _sample(place, content, split, reader, unread, fetch)
 
 
 def _in_table(value: Any) -> tuple[str, bytes]:
@@ -143,7 +145,9 @@ def _in_folder(value: Any, *, folder: Folder, near: str) -> tuple[str, bytes]:
         raise UserError(f"found {shown(value)}, expected base64: {error}") from None
 
 
-def _sample(place: Place, row: Mapping[str, Any], reader: Reader, unread: Counter[str], fetch: Fetch) -> Sample[Record]:
+def _sample(
+    place: Place, row: Mapping[str, Any], split: str, reader: Reader, unread: Counter[str], fetch: Fetch
+) -> Sample[Record]:
     """A line or row as a record. Its `group` is the value of the reader's column, or empty without one."""
     assert isinstance(place.number, int), place
     content = {key: value for key, value in row.items() if key not in reader.ignore}
@@ -154,6 +158,8 @@ def _sample(place: Place, row: Mapping[str, Any], reader: Reader, unread: Counte
         (images_of(content), ()) if isinstance(parsed, list) else (parsed.images, parsed.image_positions)
     )
     shown_images, problems = _read_images(images, positions, fetch, reader.max_image_pixels)
+    if wrong := other_split(content, split):
+        problems.append(f"{wrong}, or add it to reader.ignore")
     if reader.group and not grouped:
         problems.append(f"no {reader.group!r}, which is the dataset's reader.group; found {cut(', '.join(content))}")
     elif not isinstance(group, str | int) or (grouped and group == ""):

@@ -19,7 +19,7 @@ from stages.core.records import cut, nearest, shown
 from stages.data.folder import Folder
 from stages.data.parquet import column_names, count_rows, read_schema
 from stages.data.prepared import RawDataset, Rules, Sample
-from stages.data.sources import READ_ON, describe_folder, files_by_split, parquet_folder, table_rows
+from stages.data.sources import READ_ON, SPLIT_FIELDS, describe_folder, files_by_split, parquet_folder, table_rows
 from stages.data.texts import markup_problem
 from stages.tasks.detection.samples import SCHEMA, DetectionRecord
 from stages.tasks.detection.sources import coco, voc, yolo
@@ -62,11 +62,11 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
         splits, images = FORMS[name].read(folder), folder.images
     form = replace(form, unit=reader.unit or form.unit)
 
-    def parsed(rows: Iterable[RawSample]) -> Iterator[Sample[DetectionRecord]]:
+    def parsed(rows: Iterable[RawSample], split: str) -> Iterator[Sample[DetectionRecord]]:
         for place, row in rows:
             if isinstance(row, Row):
                 read_images.add(row.file)
-            yield place, row if isinstance(row, list) else parse_row(row, reader, form)
+            yield place, row if isinstance(row, list) else parse_row(row, reader, form, split)
         folder.unread.pop(f"images.{reader.group}", None)  # which is read
 
     return RawDataset(
@@ -80,7 +80,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
             separate_groups=reader.group is not None,
         ),
         source=resolved,
-        splits={split: parsed(rows) for split, rows in splits.samples.items()},
+        splits={split: parsed(rows, split) for split, rows in splits.samples.items()},
         validation=splits.validation,
         unread_fields=folder.unread,
         unused_files=lambda: [*{*splits.unused, *images} - read_images],
@@ -149,10 +149,11 @@ def _read_parquet(folder: Folder, columns: Columns, named: SplitParams, group: s
             checked = [
                 name for name, (at, _, key) in parts.items() if at in ("", at_box) and key.lower() in NO_PLAIN_BOX
             ]
+            of_split = [name for name in names[path] if name.lower() in SPLIT_FIELDS]
             outer = {at for at, _, _ in parts.values()}
             others = [name for name in names[path] if name not in {*required, *SIZE, *outer, *checked}]
             folder.unread.update({name: count_rows(path) for name in others if name.partition(".")[0] != image})
-            read_columns = dict.fromkeys(name.partition(".")[0] for name in (*required, *SIZE, *checked))
+            read_columns = dict.fromkeys(name.partition(".")[0] for name in (*required, *SIZE, *checked, *of_split))
             for place, row in table_rows(root, path, list(read_columns)):
                 yield place, row_of(row, str(place), columns, class_names(path, columns.category) or ())
 

@@ -14,6 +14,7 @@ from stages.core.params.schema import Text
 from stages.core.records import STRICT, cut, shown
 from stages.core.tasks import PlainReader
 from stages.data.given_images import MAX_IMAGE_PIXELS, parse_image
+from stages.data.sources import other_split
 from stages.data.texts import composed, markup_problem
 from stages.tasks.detection.samples import PROMPT, DetectionRecord, ScoredBoxes
 from stages.tasks.detection.samples.boxes import TARGET, AnswerForm, Box
@@ -181,8 +182,8 @@ OPEN_FOOD_FACTS = Columns(
 """The columns of openfoodfacts/nutrition-table-detection on the hub that are read."""
 
 
-def parse_row(row: Row, reader: Reader, form: BoxForm) -> DetectionRecord | list[str]:
-    """The record of a row, or every problem that keeps the row from being one."""
+def parse_row(row: Row, reader: Reader, form: BoxForm, split: str) -> DetectionRecord | list[str]:
+    """The record of a row of this split, or every problem that keeps the row from being one."""
     image, image_problems = parse_image(row.image_id, row.image, reader.max_image_pixels)
     size = (image["width"], image["height"]) if image else None
     group, ungrouped = _group_of(row, reader.group)
@@ -190,6 +191,8 @@ def parse_row(row: Row, reader: Reader, form: BoxForm) -> DetectionRecord | list
     # A list beside an image is of its boxes.
     if fault := no_plain_box({key: value for key, value in row.entry.items() if not isinstance(value, list)}):
         problems.append(f"the image {fault}")
+    elif fault := other_split(row.entry, split):
+        problems.append(fault)
     boxes: list[Box] = []
     for name, numbers, category in row.boxes:
         box = _parse_box(numbers, form, size)

@@ -22,7 +22,7 @@ from stages.core.records import dotted, shown
 from stages.core.tasks import PlainReader
 from stages.data.near import describe_text
 from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
-from stages.data.sources import READ_ON, Place, describe_folder, is_set, source_folder
+from stages.data.sources import READ_ON, Place, describe_folder, is_set, other_split, source_folder
 from stages.data.splits import read_origin
 from stages.data.texts import SURROGATE, json_objects, markup_problem, read_text
 from stages.tasks.moe.samples import SCHEMA, Record, read_split
@@ -124,13 +124,13 @@ def _order(record: Record) -> tuple[str, str]:
     return record.key(), record.id
 
 
-def _read_file(path: Path, file: str, unread: Counter[str]) -> Iterator[Sample[Record]]:
+def _read_file(path: Path, file: str, split: str, unread: Counter[str]) -> Iterator[Sample[Record]]:
     text = read_text(path)
     if path.suffix == ".csv":
-        unit, samples = "line", _truthfulqa(text, unread)
+        unit, samples = "line", _truthfulqa(text, split, unread)
     else:
         unit, objects = json_objects(text)
-        samples = _qmsum(objects, unread)
+        samples = _qmsum(objects, split, unread)
     for line, suffix, found in samples:
         place = Place(file, line, unit)
         if isinstance(found, str):
@@ -154,7 +154,7 @@ def _problem(record: Record) -> str | None:
     return next((problem for problem, found in checks.items() if found), markup_problem(*texts))
 
 
-def _truthfulqa(text: str, unread: Counter[str]) -> Iterator[tuple[int, str, Found]]:
+def _truthfulqa(text: str, split: str, unread: Counter[str]) -> Iterator[tuple[int, str, Found]]:
     """(line, suffix of the id, sample): the suffix distinguishes samples of one line."""
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     columns: list[str] = []
@@ -176,7 +176,7 @@ def _truthfulqa(text: str, unread: Counter[str]) -> Iterator[tuple[int, str, Fou
                 correct, incorrect = map(_answers, lists)
                 asked = {"domain": "truthfulqa", "question": question, "context": None, "best": best}
                 correct = correct if best in correct else (best, *correct)
-                yield line, "", {**asked, "correct": correct, "incorrect": incorrect}
+                yield line, "", other_split(fields, split) or {**asked, "correct": correct, "incorrect": incorrect}
     except csv.Error as error:
         yield start, "", f"not CSV: {error}; what follows cannot be read"
 
@@ -191,11 +191,13 @@ def _count(unread: Counter[str], fields: Mapping[str, Any], read: Iterable[str],
 
 
 def _qmsum(
-    objects: Iterable[tuple[int, dict[str, Any] | str]], unread: Counter[str]
+    objects: Iterable[tuple[int, dict[str, Any] | str]], split: str, unread: Counter[str]
 ) -> Iterator[tuple[int, str, Found]]:
     for line, found in objects:
         if isinstance(found, str):
             yield line, "", found
+        elif wrong := other_split(found, split):
+            yield line, "", wrong
         elif MEETING[0] in found and set(MEETING[1:]) & set(found):
             _count(unread, found, MEETING)
             for number, sample in enumerate(_meeting(found, unread), start=1):
