@@ -230,6 +230,8 @@ class _Split(Generic[R]):
     """Counts of other samples with a group of another split, by that split."""
     times: list[int] = field(default_factory=list)
     """Copies of each sample to write; empty for one of each."""
+    contents: Counter[bytes] = field(default_factory=Counter)
+    """Digests of the contents of samples, before copies are made of them."""
     digest: Any = field(default_factory=hashlib.sha256)
 
     def valid(self, samples: Iterable[Sample[R]]) -> Iterator[tuple[Place, R]]:
@@ -245,8 +247,10 @@ class _Split(Generic[R]):
         for number, record in self._limited(enumerate(records), limit):
             adapted = rules.adapt(name, record)
             kept: Any = adapted
+            content = json.dumps(adapted.content()).encode()
+            self.contents[hashlib.sha256(content).digest()] += 1
             for _ in range(self.times[number] if self.times else 1):
-                self.digest.update(json.dumps(adapted.content()).encode())
+                self.digest.update(content)
                 self.records.append(replace(kept, image=b"") if hasattr(kept, "image") else kept)
                 yield to_row(adapted, rules.schema)
 
@@ -408,10 +412,13 @@ class _Preparation(Generic[R]):
 
     def _split_stats(self, name: str, split: _Split[R]) -> dict[str, Any]:
         files = self.dataset.files.get(name, self.dataset.files.get("train"))
+        if repeated := split.contents.total() - len(split.contents):
+            log.warning("%s of %s kept, though the same as another", pluralize(repeated, "sample"), name)
         return {
             "records": len(split.records),
             **({"files": list(files)} if files is not None else {}),
             **({"groups": int(groups.max()) + 1} if (groups := groups_of(split.records)) is not None else {}),
+            **({"repeated_samples": repeated} if repeated else {}),
             **({"in_groups_of": dict(split.in_groups)} if split.in_groups else {}),
             **self.rules.summary(name, split.records),
             "digest": f"sha256:{split.digest.hexdigest()}",

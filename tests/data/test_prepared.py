@@ -120,10 +120,11 @@ def test_splits_and_their_figures_are_written(tmp_path: Path, caplog: pytest.Log
     assert (words(tmp_path / "out", "train"), words(tmp_path / "out", "val")) == (["a", "bb", "ccc", "bb"], ["d"])
     assert json.loads((tmp_path / "out/stats.json").read_text()) == stats
     assert (stats["source"], stats["unused_files"]) == ("folder:in", ["b.txt", "c.txt"])
-    assert caplog.messages == ["not read: b.txt, c.txt"]
+    repeated = "1 sample of train kept, though the same as another"
+    assert caplog.messages == [repeated, "not read: b.txt, c.txt"]
     assert stats["splits"]["train"].pop("digest").startswith("sha256:")
     nothing = {"invalid_rows": 0, "invalid": [], "leaked_rows": 0, "leaked": []}
-    assert stats["splits"]["train"] == {"records": 4, "groups": 3, "longest": 3, **nothing}
+    assert stats["splits"]["train"] == {"records": 4, "groups": 3, "repeated_samples": 1, "longest": 3, **nothing}
 
 
 def test_the_same_samples_give_the_same_bytes_and_others_another_digest(tmp_path: Path) -> None:
@@ -277,6 +278,7 @@ def test_samples_are_repeated_by_file_after_splits_and_limits(tmp_path: Path, ca
     assert counts == {"a": 1, "b": 1, "c": 3, "d": 3, "e": 10, "f": 10}, "the first pattern that matches counts"
     assert stats["splits"]["train"]["records"] == counts.total() == 28
     assert stats["repeat"] == repeat
+    assert "repeated_samples" not in stats["splits"]["train"], "copies that were asked for are none"
     assert "2 samples of train_3*, 10 times each" in caplog.text
     assert words(tmp_path / "out", "val") == ["v", "w"]
     many = " | ".join(" ".join(f"{letter}{number}" for number in range(20)) for letter in "ab")
