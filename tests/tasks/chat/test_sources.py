@@ -238,6 +238,22 @@ def test_a_group_is_held_out_whole_with_all_that_ask_the_same(tmp_path: Path) ->
     assert "has only 1 question or who" in refused(tmp_path / "in", group="who")
 
 
+def talk(number: int, turns: int) -> dict[str, Any]:
+    return {"messages": [each for turn in range(turns) for each in messages(f"{number}, {turn}?", f"{number}.")]}
+
+
+def test_a_conversation_within_another_is_in_its_split(tmp_path: Path) -> None:
+    turns = [talk(number, count) for number in range(20) for count in (1, 2, 3)]
+    write_lines(tmp_path / "in/train.jsonl", *turns)
+    splits = prepared(tmp_path / "in")
+    begun = {split: {record.messages[0].content for record in records} for split, records in splits.items()}
+    assert (len(begun["val"]), begun["val"] & begun["train"]) == (2, set())
+    write_lines(tmp_path / "train.jsonl", *(talk(number, 2) for number in range(3)))
+    write_lines(tmp_path / "val.jsonl", talk(1, 1), {"messages": messages("2, 0?", "Another answer.")})
+    assert "1 sample with the same question in another split" in (message := refused(tmp_path))
+    assert "train.jsonl line 2 and val.jsonl line 1" in message
+
+
 def test_only_scored_splits_name_metrics(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", *map(line, range(40)))
     splits = prepared(tmp_path, metrics=("chrf",), selection=0.3)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,12 +91,16 @@ class Record:
         images, unlearnt = [image.content() for image in self.shown_images], [list(self.unlearnt)] * bool(self.unlearnt)
         return [shown(self.question), self.group, *messages, *images, *unlearnt]
 
-    def question_digest(self) -> str:
-        """A digest of all messages and images before the answer, equal for conversations that differ only in white
+    def opening_digests(self) -> Iterator[str]:
+        """A digest of all messages and images through each message, equal for conversations that differ only in white
         space, case or the encoding of an image."""
-        before: list[Any] = [(message.role, same_text(message.content)) for message in self.messages[:-1]]
-        before += [(image.message, image.sha256) for image in self.shown_images]
-        return hashlib.sha256(json.dumps(before).encode()).hexdigest()
+        begun = hashlib.sha256()
+        for number, each in enumerate(self.messages):
+            begun.update((", " if number else "[").encode() + json.dumps([each.role, same_text(each.content)]).encode())
+            shown_by = [[image.message, image.sha256] for image in self.shown_images if image.message <= number]
+            whole = begun.copy()
+            whole.update("".join(f", {json.dumps(image)}" for image in shown_by).encode() + b"]")
+            yield whole.hexdigest()
 
 
 SCHEMA = schema_of(Record, "id", "messages", "group", "metrics", "file", "number")

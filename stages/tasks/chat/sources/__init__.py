@@ -107,8 +107,13 @@ def _summary(_: str, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _grouped(dataset: RawDataset[Record]) -> RawDataset[Record]:
-    """The dataset with a digest as each record's group, equal for records of the same group, or that ask the same."""
-    keys = ((each.question_digest(), json.dumps(each.group) if each.group else "") for each in dataset.records())
+    """The dataset with a digest as each record's group, equal for records of the same group, that ask the same, or of
+    which one begins with all of the other."""
+    records = [*dataset.records()]
+    openings = [[*each.opening_digests()] for each in records]
+    keys = [(some[-2], each.group and json.dumps(each.group)) for each, some in zip(records, openings, strict=True)]
+    whole = {digests[-1] for digests in openings}
+    keys += [(digests[-2], each) for digests in openings for each in digests if each in whole]
     asked = iter(connected(keys))
     return dataset.mapped(lambda each: replace(each, group=hashlib.sha256(f"asked {next(asked)}".encode()).hexdigest()))
 
