@@ -250,6 +250,8 @@ def test_the_boxes_of_a_yolo_image_are_not_elsewhere(tmp_path: Path) -> None:
 def test_darknets_lists_of_images_are_refused_with_the_setting_in_their_place(tmp_path: Path) -> None:
     folder = write_samples(tmp_path / "in", "yolo", {"obj_train_data": ["a", "b"], "obj_valid_data": ["c"]})
     write(folder / "train.txt", "data/obj_train_data/a.png\n")
+    assert "train.txt may list the images of a split" in refusal(folder, "yolo")
+    write(folder / "train.txt", "".join(f"data\\{name}.png\r\n" for name in "bca"))
     assert len(read(folder, "yolo")[1]["val"]) == 1, "a share is held out"
     write(folder / "valid.txt", "data/obj_valid_data/c.png\n")
     message = refusal(folder, "yolo")
@@ -298,6 +300,13 @@ def test_yolo_has_only_keys_of_its_settings_and_what_is_no_box_is_refused(tmp_pa
     write(folder / "train/a.txt", "0.000000e+00 5.0e-01 5.0e-01 2.0e-01 2.0E-01\n")
     assert read(folder, "yolo")[1]["train"][0].boxes == ((0.4, 0.4, 0.6, 0.6),)
     (folder / "data.yaml").unlink()
+    write(folder / "train/classes.txt", "cup\n")
+    write(folder / "val/classes.txt", "cup\r\n")
+    assert len(read(folder, "yolo")[1]["train"]) == 2, "the same names are one list"
+    write(folder / "val/classes.txt", "lid\n")
+    assert "there are several: train/classes.txt, val/classes.txt; leave one" in refusal(folder, "yolo")
+    for split in NAMES:
+        (folder / split / "classes.txt").unlink()
     write(folder / "classes.txt", "cup\n\nlid\n")
     write(folder / "train/a.txt", "2 0.5 0.5 0.2 0.2\n")
     assert read(folder, "yolo")[1]["train"][0].categories == ("lid",), "a class's number is that of its line"

@@ -117,7 +117,7 @@ def _form_of(folder: Folder, wanted: DataForm | None) -> str:
         found_forms = listed([f"{form}: {', '.join(files[:3])}" for form, files in signs.items()])
         raise UserError(
             f"{folder.root} has files of several forms:\n{found_forms}\nSay which is meant: `format` of the dataset's "
-            f"`reader` in params.yaml, {' or '.join(signs)}"
+            f"`reader` in params.yaml (make data: FORMAT=), {' or '.join(signs)}"
         )
     log.info("%s is read as %s, by %s", folder.root, name, "params.yaml" if wanted else join_truncated(signs[name], 1))
     return name

@@ -64,6 +64,8 @@ class Category:
 
 
 FORMS = {"categories": Category, "images": Image, "annotations": Annotation}
+SIGN = rb'(?s)"(images|annotations)"|"categories".{40000}'
+"""In the beginning of a file: one of a few categories alone is Label Studio's list of classes."""
 NO_BOX = ("segmentation", "keypoints", "caption", "segments_info")
 """Keys of annotations that are of something else than a box."""
 
@@ -73,11 +75,11 @@ Entry = tuple[str, Any, Mapping[str, Any]]
 
 
 def annotation_files(folder: Folder) -> list[str]:
-    return folder.with_content(".json", rb'"(images|annotations|categories)"')
+    return folder.with_content(".json", SIGN)
 
 
 def read(folder: Folder) -> Splits:
-    files = folder.by_split(folder.with_content(".json", rb'^\s*$|"(images|annotations|categories)"'))
+    files = folder.by_split(folder.with_content(".json", SIGN + rb"|^\s*$"))
     return folder_splits(folder, files, "annotation files", partial(_samples, folder))
 
 

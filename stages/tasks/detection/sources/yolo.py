@@ -58,15 +58,16 @@ def annotation_files(folder: Folder) -> list[str]:
 def read(folder: Folder) -> Splits:
     """Every image of the folder, with its text file.
 
-    Raises UserError if the names of the classes are missing, or in several files.
+    Raises UserError if the names of the classes are missing, or in several files that differ.
     """
     found = annotation_files(folder)
-    if len(found) != 1:
+    settings = [_data_file(folder, path) for path in found]
+    if not settings or any(each != settings[0] for each in settings):
         which = f"there are several: {', '.join(found)}; leave one" if found else "there is none"
         raise UserError(
             f"{folder.root}: the names of the classes are in data.yaml, classes.txt or obj.names, and {which}"
         )
-    data = _data_file(folder, found[0])
+    data = settings[0]
     splits: dict[str | None, list[str]] = {}
     own = {path for image in folder.images for path in label_paths(image)}.union(found)
     texts = {PurePosixPath(path).stem: path for path in folder.with_suffix(".txt") if path not in own}
@@ -74,9 +75,14 @@ def read(folder: Folder) -> Splits:
         for split, entries in (("train", data.train), ("val", data.val)):
             entries = [entries] if isinstance(entries, str) else entries
             splits[split] = [path for entry in entries for path in _below(folder, entry, found[0])]
+        if set(splits["train"]) <= set(splits["val"]):
+            same = "train has no image that val has not; name those of each, or remove val, and a share is held out"
+            raise UserError(f"{folder.root / found[0]}: {same}")
     else:
         splits = folder.by_split(folder.images, of_samples=True)
-        lists = [path for stem, path in texts.items() if SPLIT_WORDS.get(stem, "train") != "train"]
+        trained = {PurePosixPath(path).name for path in splits.get(None, [])}
+        said = ((path, SPLIT_WORDS.get(stem)) for stem, path in texts.items())
+        lists = [path for path, split in said if split and (split != "train" or _listed(folder, path) != trained)]
         if lists and splits.get(None) and not any(splits.get(split) for split in VALIDATION):
             raise UserError(
                 f"{folder.root}: {', '.join(lists)} may list the images of a split, which is not read; name them in "
@@ -102,6 +108,12 @@ def read(folder: Folder) -> Splits:
     images = set(folder.images)
     splits = {split: [*some, *_stray(folder, some)] for split, some in splits.items()}
     return folder_splits(folder, splits, "images", read_file)
+
+
+def _listed(folder: Folder, path: str) -> set[str]:
+    """The names in a list of paths."""
+    lines = composed(folder.path(path).read_bytes().decode(errors="replace")).split("\n")
+    return {PurePosixPath(line.strip().replace("\\", "/")).name for line in lines} - {""}
 
 
 def _stray(folder: Folder, images: Sequence[str]) -> list[str]:
