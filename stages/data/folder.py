@@ -52,6 +52,8 @@ class Folder:
             self._by_name[pure.name].append(str(pure))
         for pure in map(PurePosixPath, self.images):
             self._by_name[pure.stem].append(str(pure))
+        self._found_for: dict[str, PurePosixPath] = {}
+        """The longest name that each image was found for."""
         self._by_plain_name = {plain_name(path): path for path in self.images}
         self.unread = Counter[str]()
         """Counts of the fields of its files that a reader does not read."""
@@ -90,7 +92,8 @@ class Folder:
         """Path and content of the image of a name, with or without suffix and folders, in a file `near` it.
 
         Of several, the one with most of these folders, which may be of another root; then the one beside that file, or
-        else the only one of its split. Raises UserError if there is none, or still more than one.
+        else the only one of its split. Raises UserError if there is none, or still more than one, or if it was
+        found for a name in other folders, neither of which are the end of the others.
         """
         wanted, beside = PurePosixPath(composed(name).replace("\\", "/")), PurePosixPath(near).parent
         found = self._by_name.get(wanted.name, [])
@@ -107,6 +110,11 @@ class Folder:
         if len(found) != 1:
             which = f"{len(found)} images have this name: {', '.join(found[:3])}" if found else "there is none"
             raise UserError(f"image {name[:200]!r}: {which}{'' if found else self.similar(wanted.name)}")
+        other = self._found_for.setdefault(found[0], wanted)
+        shorter, longer = sorted((wanted, other), key=lambda path: len(path.parts))
+        if shorter.parent.parts != longer.parent.parts[len(longer.parts) - len(shorter.parts) :]:
+            raise UserError(f"image {name[:200]!r}: there is only {found[0]}, which was found for {str(other)[:200]!r}")
+        self._found_for[found[0]] = longer
         try:
             return found[0], self.path(found[0]).read_bytes()
         except OSError as error:

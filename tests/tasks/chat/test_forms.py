@@ -356,11 +356,15 @@ PLACED: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]]]] = {
             ("transformers", "p/cat.png", {"type": "image", "path": "p/cat.png"}),
             (
                 "OpenAI",
-                "https://example.org/cat.png",
-                {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}},
+                "https://example.org/p/dog.png",
+                {"type": "image_url", "image_url": {"url": "https://example.org/p/dog.png"}},
             ),
         )
     },
+    "at an address": (
+        shown_by({"type": "image_url", "image_url": {"url": "https://example.org/1/owl.png"}}),
+        [("https://example.org/1/owl.png", 0, 0)],
+    ),
     "in the row itself": (
         shown_by({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(CAT).decode()}"}}),
         [("image 1", 0, 0)],
@@ -371,6 +375,13 @@ PLACED: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]]]] = {
     ),
 }
 MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"found for another name, {name}": (
+            shown_by({**IN_PART, "image": name}),
+            f"only p/{name[-7:]}, which was found for",
+        )
+        for name in ("q/cat.png", "https://example.org/2/owl.png")
+    },
     "two for one": (
         {"messages": [{**USER, "content": "<image><image>"}, ANSWER], "images": ["p/cat.png"]},
         "2 places of an image, but 1 image",
@@ -423,6 +434,7 @@ def test_placeholders_are_the_places_of_images_and_their_number_is_checked(tmp_p
     (tmp_path / "p").mkdir()
     (tmp_path / "p/cat.png").write_bytes(CAT)
     (tmp_path / "p/dog.png").write_bytes(DOG)
+    (tmp_path / "p/owl.png").write_bytes(DOG)
     rows = [row for row, _ in (*PLACED.values(), *MISPLACED.values())]
     _, problems = prepared(tmp_path, unit, rows)
     for record, (name, (_, expected)) in zip(read_split(tmp_path / "out", "train"), PLACED.items(), strict=True):

@@ -457,6 +457,40 @@ def test_folders_of_yolos_settings_are_found_whatever_root_they_name(tmp_path: P
     assert "labels/a.txt: there is no image with this name, only images/A.png" in refusal(folder, "yolo")
 
 
+def test_an_image_of_two_names_in_other_folders_is_refused(tmp_path: Path) -> None:
+    folder = write_samples(tmp_path / "in", "coco", {"train": ["a", "b"], "val": ["c"], "test": ["d"]})
+    text = (folder / "val/_annotations.coco.json").read_text()
+    for name in ("here/val/c.png", "c.png"):
+        write(folder / "val/_annotations.coco.json", text.replace("val/c.png", name))
+        assert names_of(read(folder, "coco")[1])["val"] == ["c"]
+    write(folder / "val/_annotations.coco.json", text.replace("val/c.png", "other/a.png"))
+    problem = "image 'train/a.png': there is only train/a.png, which was found for 'other/a.png'"
+    assert problem in refusal(folder, "coco"), "what is validated on is read first"
+
+
+def test_the_same_images_to_train_and_to_validate_on_are_refused(tmp_path: Path) -> None:
+    folder = write_samples(tmp_path / "in", "yolo", {"images": ["a", "b"]})
+    (folder / "classes.txt").unlink()
+    write(folder / "data.yaml", "names: [cup]\ntrain: images\nval: images\n")
+    assert "data.yaml: train has no image that val has not; name those of each, or remove val" in refusal(
+        folder, "yolo"
+    )
+    write(folder / "data.yaml", "names: [cup]\ntrain: images\n")
+    assert len(read(folder, "yolo")[1]["val"]) == 1
+
+
+def test_label_studios_list_of_classes_is_no_coco_file(tmp_path: Path) -> None:
+    folder = write_samples(tmp_path / "in", "yolo", NAMES)
+    write(folder / "notes.json", json.dumps({"categories": [{"id": 0, "name": "cup"}], "info": {"year": 1}}, indent=2))
+    assert len(read(folder, "yolo")[1]["train"]) == 2
+    coco = write_samples(tmp_path / "coco", "coco", NAMES)
+    document = json.loads((coco / "train/_annotations.coco.json").read_text())
+    many = [{"id": number, "name": f"{number} of many"} for number in range(2, 3000)]
+    document = {"categories": document["categories"] + many, **document} | {"categories": document["categories"] + many}
+    write(coco / "train/_annotations.coco.json", json.dumps(document))
+    assert names_of(read(coco, "coco")[1]) == NAMES, "categories may fill the beginning of a file"
+
+
 @pytest.mark.parametrize("name", ["A%20b.png", "a b.PNG", "a b.jpg"])
 @pytest.mark.parametrize("on_disk", ["a b.png", "a b.HEIC"])
 def test_the_similar_name_of_a_missing_image_is_shown(tmp_path: Path, name: str, on_disk: str) -> None:
