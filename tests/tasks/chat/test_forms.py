@@ -148,6 +148,23 @@ FORMS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         {"query": "And?", "response": "Me.", "system": "Be brief.", "history": [["Who?", "You."]]},
         [("system", "Be brief."), *WHO, ("user", "And?"), ("assistant", "Me.")],
     ),
+    "UltraChat": ({"prompt": "Who?", "prompt_id": "1", "messages": [USER, ANSWER]}, WHO),
+    "Magpie": (
+        {"instruction": "Who?", "response": "You.", "conversations": [turn("human", "Who?"), turn("gpt", "You.")]},
+        WHO,
+    ),
+    "fields of the training split": (
+        {
+            "messages": [USER, ANSWER],
+            "split": "train",
+            "subset": "main",
+            "fold": 1,
+            "is_test": False,
+            "deleted": 0,
+            "title": "A .png file",
+        },
+        WHO,
+    ),
     "TRL with a system prompt": (
         {"prompt": [USER], "completion": "You.", "system": "Be brief."},
         [("system", "Be brief."), *WHO],
@@ -240,6 +257,32 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen-VL": ({"query": "<img>a.png</img>Who?", "response": "You."}, "a text holds '<img>a.png</img>'; as an image"),
     "nulls": (dict.fromkeys(("messages", "prompt", "images", "label")), "no conversation: found nothing, expected"),
     "parts of another type": ({"messages": [{**USER, "content": [{"type": "input_text"}]}, ANSWER]}, "has the part"),
+    **{
+        f"an image as {key}": (
+            {**TALK, key: value},
+            f"{key} is set, which this task does not read: an image under another",
+        )
+        for key, value in {
+            "file_name": "a b.jpg",
+            "screenshot": "https://example.org/A.PNG",
+            "frames": ["a.webp"],
+        }.items()
+    },
+    **{
+        f"by {key}": (
+            {**TALK, key: value},
+            f"{key} is {value!r} in a row of train; put such rows into a file of their own",
+        )
+        for key, value in {
+            "split": "test",
+            "subset": "validation",
+            "Set": "testset",
+            "is_test": True,
+            "holdout": "true",
+            "skip": 1,
+        }.items()
+    },
+    "half of the turn": ({**TALK, "prompt": "Who"}, "prompt beside messages: a row has one conversation"),
     "XTuner": ({"conversation": [{"system": "x", "input": "Who?", "output": "You."}]}, "message 1: input is set"),
 }
 
@@ -282,6 +325,7 @@ def test_a_turn_that_is_not_to_be_learnt_is_read_so_in_every_spelling(tmp_path: 
         (flagged(1, weight=1, train=False), "message 2 has {'weight': 1, 'train': False}"),
         (flagged(0, train=True), "message 1 has {'train': True}, but only the assistant's turns are learnt"),
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "no turn is to be learnt"),
+        (flagged(3, weight=0), "the last turn is scored, but not to be learnt; leave it out, with its question"),
     ],
 )
 def test_a_flag_that_cannot_be_honoured_is_refused(tmp_path: Path, row: dict[str, Any], problem: str) -> None:
@@ -369,6 +413,18 @@ PLACED: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]]]] = {
         shown_by({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(CAT).decode()}"}}),
         [("image 1", 0, 0)],
     ),
+    "by TRL's index": (
+        {
+            "messages": [
+                {**USER, "content": [{"type": "image", "index": 0}, {"type": "text", "text": "What?", "index": None}]},
+                ANSWER,
+                {**USER, "content": [{"type": "image", "index": 1}, {"type": "text", "text": "And?"}]},
+                ANSWER,
+            ],
+            "images": ["p/cat.png", "p/dog.png"],
+        },
+        [("p/cat.png", 0, 0), ("p/dog.png", 2, 0)],
+    ),
     "after a system prompt": (
         {"instruction": "<image>", "output": "A cat.", "system": "Be brief.", "images": ["p/cat.png"]},
         [("p/cat.png", 1, 0)],
@@ -409,6 +465,13 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
     "in one part of two": (
         shown_by(IN_PART, {"type": "image"}),
         "2 places of an image, but 1 image",
+    ),
+    "by an index of another order": (
+        {
+            **shown_by({"type": "image", "index": 1}, {"type": "image", "index": 0}),
+            "images": ["p/cat.png", "p/dog.png"],
+        },
+        "a part in which index is set",
     ),
     "with more in its part": (
         shown_by({**IN_PART, "max_pixels": 50176}),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from stages.core.errors import pluralize
 from stages.core.records import cut, dotted, shown
+from stages.data.folder import IMAGES
 from stages.data.sources import is_set
 from stages.data.texts import SURROGATE, markup_problem
 from stages.tasks.chat.samples import Message, order_problems
@@ -157,23 +158,23 @@ def images_of(content: Mapping[str, Any]) -> list[Any]:
 def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[str]:
     """The conversation of a row, or all its problems."""
     keys = [key for key, value in content.items() if is_set(value)]
-    # LLaMA-Factory writes an empty list of tools as a text.
-    if refused := [key for key in keys if content[key] != "[]" and _meaning(key)]:
-        return [_refusal(*same) for _, same in groupby(sorted(refused, key=_meaning), _meaning)]
+    meaning = partial(_refused, content)
+    if refused := sorted(filter(meaning, keys), key=meaning):
+        return [_refusal(*same, meaning=what) for what, same in groupby(refused, meaning)]
     form, images, problems = form_of(content), images_of(content), list[str]()
     if form is None:
         named = cut(", ".join(dotted([key]) for key in keys)) or "nothing"
         return [f"no conversation: found {named}, expected {', or '.join(map(str, FORMS))}"]
-    if beside := [key for key in keys if key in TURNS.difference(form.keys)]:
-        problems.append(f"{', '.join(beside)} beside {form}: a row has one conversation; {WAY_OUT}")
-    if "images" in keys and "image" in keys:
-        problems.append("image and images are both set")
-    turns = [
-        turn
-        for name, value in _sections(content, form)
-        for turn in _turns(name, value, problems, placeholders=images != [])
-    ]
+    turns = list[Turn]()
+    for name, value in _sections(content, form):
+        placed = sum(len(turn.offsets) for turn in turns)
+        turns += _turns(name, value, problems, placed, placeholders=images != [])
     messages, held = tuple(turn.message for turn in turns), [image for turn in turns for image in turn.images]
+    # A turn's text once more, as in UltraChat's prompt or Magpie's instruction and response, is no other conversation.
+    own = [*map(content.get, form.keys), *(message.content for message in messages)]
+    if beside := [key for key in keys if key in TURNS and content[key] not in own]:
+        problems.append(f"{', '.join(beside)} beside {form}: a row has one conversation; {WAY_OUT}")
+    problems += ["image and images are both set"] * ("images" in keys and "image" in keys)
     if held and (images or any(PLACEHOLDER in message.content for message in messages)):
         problems.append(f"parts of messages hold images beside {'the row' if images else PLACEHOLDER}")
     count = len(images := images or held)
@@ -188,15 +189,26 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
         others = [number + 1 for number, _ in positions if messages[number].role != "user"]
         problems = [f"message {number} shows an image, which only a user's message may" for number in others[:1]]
     unlearnt = tuple(number for number, turn in enumerate(turns) if not turn.learnt)
-    if not problems and len(unlearnt) == sum(message.role == "assistant" for message in messages):
-        problems = ["no turn is to be learnt"]
+    if not problems and unlearnt[-1:] == (len(messages) - 1,):
+        last = "the last turn is scored, but not to be learnt; leave it out, with its question"
+        some = len(unlearnt) < sum(message.role == "assistant" for message in messages)
+        problems = [last if some else "no turn is to be learnt"]
     return problems or ParsedConversation(messages, tuple(images), tuple(positions), unlearnt)
 
 
-def _refusal(*keys: str, where: str = "") -> str:
-    """keys: of one meaning."""
+def _refused(content: Mapping[str, Any], key: str) -> str:
+    """The meaning of a key that is refused for its name, or as its text is an image's name; empty for another key."""
+    value = content[key]
+    texts = [each.lower() for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
+    if key not in READ and any(each.endswith(IMAGES) and "\n" not in each for each in texts):
+        return REFUSED["image_path"]
+    return "" if value == "[]" else _meaning(key)  # LLaMA-Factory writes an empty list of tools as a text
+
+
+def _refusal(*keys: str, where: str = "", meaning: str = "") -> str:
+    """keys: of one meaning, by name unless it is given."""
     names, are = ", ".join(dotted([key]) for key in keys), "is" if len(keys) == 1 else "are"
-    meaning = f": {found}" if (found := _meaning(keys[0])) else ""
+    meaning = f": {found}" if (found := meaning or _meaning(keys[0])) else ""
     return f"{where}{names} {are} set, which this task does not read{meaning}{'' if where else f'; {WAY_OUT}'}"
 
 
@@ -225,8 +237,8 @@ def _sections(content: Mapping[str, Any], form: Form) -> Iterator[tuple[str, Any
     yield answer, as_list("assistant", content[answer])
 
 
-def _turns(name: str, value: Any, problems: list[str], *, placeholders: bool) -> Iterator[Turn]:
-    """The turns of a list of messages. Appends to `problems`."""
+def _turns(name: str, value: Any, problems: list[str], placed: int, *, placeholders: bool) -> Iterator[Turn]:
+    """The turns of a list of messages. Appends to `problems`. placed: the number of images before."""
     if not isinstance(value, list):
         text = "" if isinstance(value, str) else "a text or "
         problems.append(f"{name} is {shown(value)}, expected {text}a list of messages")
@@ -241,7 +253,8 @@ def _turns(name: str, value: Any, problems: list[str], *, placeholders: bool) ->
         role = ROLES.get(str(named), str(named))
         if str(named) not in ROLES:
             problems.append(f"{where} has the role {shown(named)}, expected one of {', '.join(ROLES)}")
-        text, offsets, images, wrong = _text(content, placeholders=placeholders)
+        text, offsets, images, wrong = _text(content, placed, placeholders=placeholders)
+        placed += len(offsets)
         thoughts = {each for key in THINKING if isinstance(each := message.get(key), str) and each.strip()}
         thinks = role == "assistant" and len(thoughts) == 1 and not text.lstrip().startswith("<think>")
         text = f"<think>\n{thoughts.pop().strip()}\n</think>\n\n{text}" if thinks else text
@@ -256,7 +269,7 @@ def _turns(name: str, value: Any, problems: list[str], *, placeholders: bool) ->
         yield Turn(Message(role, text), offsets, images, all(flags.values()) or role != "assistant")
 
 
-def _text(content: Any, *, placeholders: bool) -> tuple[str, list[int], list[Any], list[str]]:
+def _text(content: Any, placed: int, *, placeholders: bool) -> tuple[str, list[int], list[Any], list[str]]:
     """The text of a content, which may be in parts, the offsets of images in it, those that it holds, its problems."""
     if not isinstance(content, str | list) or content == []:
         return "", [], [], [f"has the content {shown(content)}, expected text or parts of it"]
@@ -269,8 +282,9 @@ def _text(content: Any, *, placeholders: bool) -> tuple[str, list[int], list[Any
             image = part.get(own[-1])
             if isinstance(image, dict) and [key for key, value in image.items() if is_set(value)] == ["url"]:
                 image = image["url"]
-            offsets.append(len(text))
             images += [image] * (len(own) - 1)
+            own += ["index"] * (part.get("index") == placed + len(offsets))  # as in TRL's llava-instruct-mix-vsft
+            offsets.append(len(text))
         elif kind != "text" or not isinstance(inner, str):
             problems.append(f"has the part {shown(part)}, expected a text or an image")
             continue
