@@ -241,6 +241,11 @@ def test_a_folder_of_conversations_is_shown_with_the_entry_that_reads_it(
         ("chats.json", "[]\n", "has only 0 questions to train on"),
         ("chats.json", '[{"conversations": [{"from": "human", "val', "chats.json line 1: not JSON"),
         ("metadata.jsonl", '{"file_name": "a.png", "text": "Cup"}\n', "metadata.jsonl has file_name, text in a row;"),
+        (
+            "metadata.jsonl",
+            '{"file_name": "a.png", "objects": {"bbox": []}}\n',
+            "metadata.jsonl has an imagefolder's boxes: write them as COCO's JSON",
+        ),
         ("a.json", '{"imagePath": "a.png", "shapes": [{"label": "cup"}]}', "1 .json file (a.json)"),
         ("boxes.csv", "image,xmin,ymin,xmax,ymax\na.png,1,2,3,4\n", "1 .csv file (boxes.csv)"),
     ],
@@ -255,7 +260,7 @@ def test_a_folder_in_no_known_form_says_what_is_expected(
     assert ended.exit_code == 1
     assert message in ended.output
     expected = r"expected messages, or conversations|39 more of this kind|Expected: train\*|expected at least 2"
-    expected += "|Expected one of:\n.*COCO.*YOLO.*Pascal VOC"
+    expected += "|as COCO's JSON|Expected one of:\n.*COCO.*YOLO.*Pascal VOC"
     assert re.search(expected, ended.output, re.DOTALL)
 
 
@@ -266,6 +271,13 @@ def test_a_folder_without_images_says_what_files_of_conversations_are(workspace:
     output = run("talks").output
     assert f"talks has neither conversations nor images: it holds 1 .{name.rpartition('.')[2].lower()} file" in output
     assert "Expected .jsonl, .json or .parquet files, each object or row with messages, or conversations" in output
+
+
+def test_a_folder_of_save_to_disk_says_how_it_is_read(workspace: Path) -> None:
+    (workspace / "talks").mkdir()
+    (workspace / "talks/data-00000-of-00001.arrow").write_text("x")
+    (workspace / "talks/dataset_info.json").write_text('{"features": {"messages": {}}}')
+    assert "talks is of save_to_disk: load_from_disk, and each split's to_parquet" in run("talks").output
 
 
 def test_conversations_that_the_model_at_hand_does_not_take_are_proposed(workspace: Path) -> None:

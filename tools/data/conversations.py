@@ -43,7 +43,13 @@ def conversations(source: str) -> tuple[DatasetParams, str] | None:
         photos = files.images and not others  # its annotations, a file an image, take long to look for
         if photos or any(form.annotation_files(files) for form in IMAGE_FORMS.values()):
             return None
+        if files.with_suffix(".arrow"):
+            raise UserError(
+                f"{folder} is of save_to_disk: load_from_disk, and each split's to_parquet('data/train.parquet')"
+            )
         for path, row in others:
+            if path.name == "metadata.jsonl" and "objects" in row:
+                raise UserError(f"{path} has an imagefolder's boxes: write them as COCO's JSON; {READ_ON}")
             if row == {}:
                 return DatasetParams(task="chat", source=source, splits=_splits(folder, [path])), ""
             if not (path.suffix == ".parquet" and "box" in "".join(column_names(read_schema(path))).lower()):
