@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,11 +35,16 @@ def connected(keys: Iterable[tuple[str, str]]) -> list[str]:
 
     A group may be empty, and then joins nothing.
     """
-    from scipy.cluster.hierarchy import DisjointSet  # slow to import
+    parents: dict[str, str] = {}
 
-    pairs = [(subject, f"~{group}" if group else subject) for subject, group in keys]  # `~` is behind every digest
-    joined = DisjointSet(chain.from_iterable(pairs))
-    for pair in pairs:
-        joined.merge(*pair)
-    smallest = {name: min(names) for names in joined.subsets() for name in names}
-    return [smallest[subject] for subject, _ in pairs]
+    def root(node: str) -> str:
+        while parents.setdefault(node, node) != node:
+            parents[node] = node = parents[parents[node]]
+        return node
+
+    subjects = []
+    for subject, group in keys:
+        subjects.append(subject)
+        nodes = root(subject), root(f"~{group}" if group else subject)  # `~` is behind every digest
+        parents[max(nodes)] = min(nodes)
+    return [root(subject) for subject in subjects]

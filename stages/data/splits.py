@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import pyarrow as pa
 from pydantic import ConfigDict
@@ -35,12 +35,12 @@ def schema_of(record: type, *names: str) -> pa.Schema:
 
 
 def _column_type(kind: Any) -> pa.DataType:
-    """The type of a column: a list for a tuple, a struct for a NamedTuple; texts may be None, or one of several."""
+    """The type of a column: a list for a tuple, a struct for a NamedTuple; a text may be None, or one of several."""
     if get_origin(kind) is tuple:
         return pa.list_(_column_type(get_args(kind)[0]))
     if hasattr(kind, "_fields"):
         return pa.struct(list(schema_of(kind)))
-    return pa.string() if get_args(kind) else _COLUMN_TYPES[kind]
+    return pa.string() if kind == str | None or get_origin(kind) is Literal else _COLUMN_TYPES[kind]
 
 
 def to_row(record: Any, schema: pa.Schema) -> dict[str, Any]:

@@ -37,3 +37,7 @@ IMAGES = [record([(0.1, 0.1, 0.5, 0.5)], name) for name in "abca"]
 def test_samples_of_a_document_a_meeting_or_a_name_are_a_group(records: list[Record], groups: list[int] | None) -> None:
     found = groups_of(records)
     assert (None if found is None else found.tolist()) == groups
+
+
+def test_one_group_of_many_is_joined_in_time_that_grows_with_it() -> None:
+    assert set(connected((f"{number:05}", "site") for number in range(50_000))) == {"00000"}

@@ -189,7 +189,6 @@ def test_boxes_come_back_through_the_processor(name: str, width: int, height: in
         height=height,
         box=(x0, y0, x1, y1),
         targets=lambda: [((x0, y0, x1, y1), "table")],
-        target_boxes=lambda: ((x0, y0, x1, y1),),
     )
     asked = ForModel(name, pickle.loads(pickle.dumps(resizing(processor))))  # noqa: S301 - our own bytes
     conversation = replace(asked.conversation(record, answered=True), images=[Image.new("RGB", (width, height))])

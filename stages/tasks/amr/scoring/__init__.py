@@ -89,8 +89,8 @@ def _row(record: Record, text: str, answer_format: str) -> dict[str, Any]:
     decoded, gold = decode(text, answer_format), record.parsed()
 
     def match(graph: Node | None, truth: Node = gold, word: Callable[[str], str] = normalized) -> Match:
-        true = triples_of(truth, word)
-        return Match(0, 0, true.size) if graph is None else best_match(triples_of(graph, word), true)
+        theirs = triples_of(truth, word)
+        return Match(0, 0, theirs.size) if graph is None else best_match(triples_of(graph, word), theirs)
 
     strict = match(decoded.graph)
     written = match(decoded.graph, read_graph(record.graph), as_written)

@@ -63,8 +63,19 @@ class DetectionRecord(ImageRecord):
 
 SCHEMA = schema_of(
     DetectionRecord,
-    *("image_id", "image", "width", "height", "boxes", "categories", "sha256", "labels", "asked", "prompt", "answer"),
-    *("scored_boxes", "group"),
+    "image_id",
+    "image",
+    "width",
+    "height",
+    "boxes",
+    "categories",
+    "sha256",
+    "labels",
+    "asked",
+    "prompt",
+    "answer",
+    "scored_boxes",
+    "group",
 )
 """Columns of a prepared split."""
 

@@ -117,7 +117,7 @@ def score(
     rows: list[dict[str, Any]] = []
     decoded: list[Decoded] = []
     matched: list[Floats] = []
-    sizes_or_none: Sequence[tuple[int, int] | None] = sizes or [None] * len(records)
+    sizes_or_none: Sequence[tuple[int, int] | None] = [None] * len(records) if sizes is None else sizes
     for record, text, size in zip(records, completions, sizes_or_none, strict=True):
         parsed = decode_boxes(text, family=codec_of(record.answer, family), size=size)
         decoded.append(parsed)

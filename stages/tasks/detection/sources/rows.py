@@ -74,9 +74,9 @@ Name = Annotated[Text, AfterValidator(composed)]
 class BoxForm:
     """The form in which a dataset writes a box of the upright image, EXIF rotation applied."""
 
-    order: BoxOrder = "xywh"
+    order: BoxOrder
     """y_min, x_min, y_max, x_max; x_min, y_min, x_max, y_max; x_min, y_min, width, height; or with the centre first."""
-    unit: BoxUnit = "pixels"
+    unit: BoxUnit
     """Or shares of the image's width and height."""
 
 
@@ -84,6 +84,8 @@ class BoxForm:
 class Columns(BoxForm):
     """Columns of parquet files with images and boxes; `outer.inner` is a field of a struct, or of a list of structs."""
 
+    order: BoxOrder = "xywh"
+    unit: BoxUnit = "pixels"
     image_id: Text | None = None
     """Null: an image is named by its file and row."""
     image: Text = "image"

@@ -23,6 +23,7 @@ class Splits:
     samples: dict[str, Iterator[RawSample]]
     """`train`, and `val` and `test` if the dataset has them."""
     validation: str | None = None
+    """That of RawDataset."""
     unused: Sequence[str] = ()
     """Files that belong to no split."""
 
