@@ -63,6 +63,44 @@ class Completion(str):  # noqa: SLOT000 - it has an attribute
     """Whether max_new_tokens ended it."""
 
 
+@dataclass(frozen=True)
+class Ending:
+    """Where a model ends its completions of a task's questions, and their text."""
+
+    tokenizer: PreTrainedTokenizerBase
+    ends: set[int]
+    """Its end tokens."""
+    complete: Callable[[str], bool] | None
+    """The task's test of whether a partial completion is complete; None if only the end of the turn ends it."""
+
+    @classmethod
+    def of(cls, processor: Processor, samples: ModuleType, answer_format: str | None) -> Ending:
+        complete = partial(samples.complete, answer_format=answer_format) if hasattr(samples, "complete") else None
+        # A second tokenizer, as a fast one may not encode in one thread while it decodes in another.
+        tokenizer = copy.deepcopy(tokenizer_of(processor))
+        return cls(tokenizer, end_tokens(tokenizer), complete)
+
+    def is_whole(self, ids: Sequence[int]) -> bool:
+        """Whether the completion ends after these tokens, the last of which is new."""
+        return ids[-1] in self.ends or (self.complete is not None and self.complete(decoded(self.tokenizer, ids)))
+
+    def whole(self, ids: list[int]) -> list[int]:
+        """The tokens of another engine's completion up to where our own model would end it."""
+        beginnings = (ids[:length] for length in range(1, len(ids)))
+        return next(filter(self.is_whole, beginnings), ids)
+
+    def completion(self, ids: Sequence[int]) -> Completion:
+        """The completion of these tokens, the end of its turn among them unless it was cut."""
+        completion = Completion(decoded(self.tokenizer, ids))
+        completion.is_cut = not self.is_whole(ids)
+        return completion
+
+
+def warn_of_cuts(completions: Iterable[Completion], max_new_tokens: int) -> None:
+    if num_cut := sum(completion.is_cut for completion in completions):
+        log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), max_new_tokens)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextGenerator:
     """A loaded model with what it takes to generate completions for a task's questions."""
@@ -82,28 +120,25 @@ class TextGenerator:
         """The task's samples for this model."""
         return samples_for(self.samples, self.model.config.model_type, self.processor)
 
+    @property
+    def ending(self) -> Ending:
+        return Ending.of(self.processor, self.samples, self.answer_format)
+
     @torch.no_grad()  # in inference mode nothing that it caches could be used in training
     def completions(self, questions: Sequence[Conversation]) -> list[Completion]:
         """The completion of each of these conversations, which end with a question, in order. The log says how many
         were cut at max_new_tokens."""
-        # A second tokenizer, as a fast one may not encode in one thread while it decodes in another.
-        tokenizer, max_new_tokens = copy.deepcopy(tokenizer_of(self.processor)), self.settings.max_new_tokens
-        ends, complete = end_tokens(tokenizer), completeness_test(self.samples, self.answer_format)
-
-        def is_whole(tokens: list[int]) -> bool:
-            return tokens[-1] in ends or (complete is not None and complete(decoded(tokenizer, tokens, ends)))
-
+        ending, max_new_tokens = self.ending, self.settings.max_new_tokens
         at_once, room = prefill_batch_size(self.batch_size), self.settings.room
         batches = encoded_batches(self.processor, questions, at_once, padding_side="left", max_length=room)
         progress = Progress("completions %d/%d  %.1f samples/s", len(questions))
         completions: dict[int, Completion] = {}
         for index, tokens in generated_tokens(
-            self.model, batches, is_whole, batch_size=self.batch_size, max_new_tokens=max_new_tokens
+            self.model, batches, ending.is_whole, batch_size=self.batch_size, max_new_tokens=max_new_tokens
         ):
-            completions[index] = completion_of(tokenizer, tokens, ends, complete)
+            completions[index] = ending.completion(tokens)
             progress(len(completions))
-        if num_cut := sum(completion.is_cut for completion in completions.values()):
-            log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), max_new_tokens)
+        warn_of_cuts(completions.values(), max_new_tokens)
         return [completions[index] for index in range(len(questions))]
 
     def likelihoods(self, conversations: Sequence[Conversation]) -> list[AnswerLikelihood]:
@@ -164,20 +199,6 @@ def load_generator(
         settings=profile.evaluation,
     )
     return generator, memory
-
-
-def completeness_test(samples: ModuleType, answer_format: str | None) -> Callable[[str], bool] | None:
-    """A task's test of whether a partial completion is complete; None if only the end of the turn ends it."""
-    return partial(samples.complete, answer_format=answer_format) if hasattr(samples, "complete") else None
-
-
-def completion_of(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int], complete: Callable[[str], bool] | None
-) -> Completion:
-    """The completion of these tokens, the end of its turn among them unless it was cut."""
-    completion = Completion(decoded(tokenizer, ids, ends))
-    completion.is_cut = ids[-1] not in ends and not (complete and complete(completion))
-    return completion
 
 
 def generated_tokens(
@@ -336,21 +357,12 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
     return logits[:, -1].float().argmax(dim=-1)[:, None]
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int]) -> str:
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """The text of a completion up to the first end token, special tokens kept, without a lead (gpt-oss's channel)."""
+    ends = end_tokens(tokenizer)
     length = next((position for position, token in enumerate(ids) if token in ends), len(ids))
     text = tokenizer.decode(ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text.removeprefix(getattr(tokenizer, "answer_lead", ""))
-
-
-def complete_length(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int], complete: Callable[[str], bool] | None
-) -> int:
-    """The tokens of another engine's completion up to where our own model would end it. complete: as
-    `completeness_test` returns it."""
-    lengths = range(1, len(ids)) if complete else ()
-    wholes = (length for length in lengths if complete and complete(decoded(tokenizer, ids[:length], ends)))
-    return next(wholes, len(ids))
 
 
 def longest_first(conversations: Sequence[Conversation], batch_size: int) -> list[list[int]]:

@@ -20,26 +20,22 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from stages.core.errors import pluralize
 from stages.core.params.schema import EvaluationParams, Params
 from stages.data.conversation import Conversation
 from stages.evaluation.generate import (
     Completion,
+    Ending,
     Progress,
     TextGenerator,
-    complete_length,
-    completeness_test,
-    completion_of,
     load_generator,
+    warn_of_cuts,
 )
 from stages.evaluation.likelihood import AnswerLikelihood, finite
 from stages.evaluation.llama_api import log_probs
 from stages.exporting.certificate import require_llama_cpp
 from stages.models.folders import GGUF_FILE
-from stages.models.prompts import Processor, encode, end_tokens, load_processor, tokenizer_of
+from stages.models.prompts import Processor, encode, load_processor
 from stages.planning.memory_use import MemoryLog
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -74,18 +70,17 @@ class LlamaCpp:
 
     def completions(self, questions: Sequence[Conversation]) -> list[Completion]:
         """The completion of each of these unanswered conversations, in order."""
-        tokenizer, complete = tokenizer_of(self.processor), completeness_test(self.model_samples, self.answer_format)
-        ends = end_tokens(tokenizer)
-        return [
-            completion_of(tokenizer, tokens[: complete_length(tokenizer, tokens, ends, complete)], ends, complete)
-            for tokens in self.tokens(questions)
-        ]
+        ending = Ending.of(self.processor, self.model_samples, self.answer_format)
+        completions = [ending.completion(ending.whole(tokens)) for tokens in self.tokens(questions)]
+        warn_of_cuts(completions, self.settings.max_new_tokens)
+        return completions
 
     def tokens(self, questions: Sequence[Conversation]) -> list[list[int]]:
         """Token ids of each completion, the end of its turn included, as far as llama.cpp generated it. Not streamed: a
         stream leaves out tokens that end within a character."""
         self.reserve(questions)
-        prompts, limit = [self._ids(question)[0] for question in questions], self.settings.max_new_tokens
+        prompts = [self._ids(question)[0] for question in questions]
+        limit = self.settings.max_new_tokens
         request = {"n_predict": limit, "temperature": 0, "return_tokens": True, "cache_prompt": False}
         progress, generated = Progress("completions %d/%d  %.1f samples/s", len(prompts)), list[list[int]]()
         at_once = self.batch_size * 8
@@ -94,8 +89,6 @@ class LlamaCpp:
             events = events if isinstance(events, list) else [events]  # of a single prompt
             generated += [event["tokens"] for event in sorted(events, key=lambda event: event["index"])]
             progress(len(generated))
-        if num_cut := sum(len(tokens) >= limit for tokens in generated):
-            log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), limit)
         return generated
 
     def likelihoods(self, conversations: Sequence[Conversation]) -> list[AnswerLikelihood]:

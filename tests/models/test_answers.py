@@ -17,7 +17,6 @@ from stages.models.prompts import (
     check_carried,
     check_chat_template,
     encode,
-    end_tokens,
     fuses_with_prompt,
     load_processor,
     rendered,
@@ -283,8 +282,8 @@ def test_a_completion_is_scored_without_what_the_template_writes_before_an_answe
     batch = encode(processor, [asked], padding_side="right", mark_answers=True)
     learnt = batch["input_ids"][batch["answers"]].tolist()
     assert processor.decode(learnt) == f"{lead}You.<|im_end|>"
-    assert decoded(processor, learnt, end_tokens(processor)) == "You."
-    assert decoded(processor, learnt[-2:], end_tokens(processor)) == processor.decode(learnt[-2:-1])
+    assert decoded(processor, learnt) == "You."
+    assert decoded(processor, learnt[-2:]) == processor.decode(learnt[-2:-1])
 
 
 def test_options_and_dates_are_part_of_the_template_that_a_trained_model_is_saved_with() -> None:

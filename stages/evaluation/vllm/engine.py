@@ -33,7 +33,7 @@ from stages.core.records import STRICT_OR_NAN, StageFile
 from stages.core.signals import end_with_parent
 from stages.data.conversation import Conversation
 from stages.data.images import ImageRecord
-from stages.evaluation.generate import TextGenerator, complete_length, completeness_test, decoded
+from stages.evaluation.generate import TextGenerator, warn_of_cuts
 from stages.evaluation.vllm.environment import WORKER, Installed, engine_options, installed
 from stages.models.prompts import Processor, encode, end_tokens, load_processor, rendered, shortened, tokenizer_of
 from stages.planning.memory_use import says_out_of_memory
@@ -111,6 +111,9 @@ class Completion:
     """Token ids of the completion, the end token included."""
     log_probs: list[float]
     """Log-probability of each of these tokens."""
+
+    def until(self, length: int) -> Completion:
+        return replace(self, tokens=self.tokens[:length], log_probs=self.log_probs[:length])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,25 +196,20 @@ class VllmEngine:
         early.
         """
         limit, tolerance = self.profile.evaluation.max_new_tokens, TOLERANCE[self.profile.memory.precision]
-        tokenizer = tokenizer_of(generator.processor)
-        ends = end_tokens(tokenizer)
-        cut = [_cut(completion, generator, ends) for completion in result.completions]
-        texts = [decoded(tokenizer, completion.tokens, ends) for completion in cut]
-        num_cut = 0
-        for question, completion, whole in zip(self.questions, cut, result.completions, strict=True):
-            if len(completion.tokens) == len(whole.tokens) and completion.tokens[-1] not in ends:
-                num_cut += 1
-                if len(completion.tokens) < limit:
-                    raise UserError(
-                        f"vLLM ended the completion of {question.sample_id} after {len(completion.tokens)} tokens: it "
-                        "has no room for more beside the question. Set max_length or a smaller max_new_tokens in the "
-                        "profile's evaluation, or take a GPU with more memory"
-                    )
-        if num_cut:
-            log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "completion"), limit)
+        ending = generator.ending
+        whole = [completion.until(len(ending.whole(completion.tokens))) for completion in result.completions]
+        texts = [ending.completion(completion.tokens) for completion in whole]
+        for question, completion, text in zip(self.questions, whole, texts, strict=True):
+            if text.is_cut and len(completion.tokens) < limit:
+                raise UserError(
+                    f"vLLM ended the completion of {question.sample_id} after {len(completion.tokens)} tokens: it has "
+                    "no room for more beside the question. Set max_length or a smaller max_new_tokens in the "
+                    "profile's evaluation, or take a GPU with more memory"
+                )
+        warn_of_cuts(texts, limit)
         own, same_completions = generator.completions(self.questions[:SAMPLES]), 0
         unlike, deviations = [], []
-        for question, completion, text, own_text in zip(self.questions, cut, texts, own, strict=False):
+        for question, completion, text, own_text in zip(self.questions, whole, texts, own, strict=False):
             room = self.profile.evaluation.room
             seen = view(generator.model, generator.processor, question, completion.tokens, room=room)
             same_completions += text == own_text
@@ -242,7 +240,7 @@ class VllmEngine:
             same_completions=same_completions,
         )
         log.info("%s generates as %s does in transformers: %s", engine, self.name, certificate)
-        return certificate, texts
+        return certificate, [*texts]
 
 
 def _run_worker(environment: Installed, folder: Path) -> tuple[int, str]:
@@ -278,13 +276,6 @@ def _run_worker(environment: Installed, folder: Path) -> tuple[int, str]:
         child.wait()
         reader.join()
     return code, "\n".join(lines)
-
-
-def _cut(completion: Completion, generator: TextGenerator, ends: set[int]) -> Completion:
-    """The completion up to where our own model would end it."""
-    complete = completeness_test(generator.samples, generator.answer_format)
-    length = complete_length(tokenizer_of(generator.processor), completion.tokens, ends, complete)
-    return replace(completion, tokens=completion.tokens[:length], log_probs=completion.log_probs[:length])
 
 
 @dataclass(frozen=True, kw_only=True)
