@@ -136,9 +136,9 @@ def test_thinking_is_learnt_where_the_template_is_asked_for_it() -> None:
 @pytest.mark.parametrize(
     ("texts", "problem"),
     [
-        (("17 * 3?", THOUGHT), r"sample a: by the chat template of .*, a model would be trained on .*17 \* 3 = 51"),
+        (("17 * 3?", THOUGHT), r"sample a: a model would be trained on .*17 \* 3 = 51.*enable_thinking: true"),
         (("17 * 3?", THOUGHT, "Sure?", "Yes."), r"leaves out or changes a part of message 2, '17"),
-        (("17 * 3?", "17 * 3 = 51\n</think>\n\n51"), "by the chat template of|changes a part of message 2"),
+        (("17 * 3?", "17 * 3 = 51\n</think>\n\n51"), "would be trained on|changes a part of message 2"),
     ],
 )
 def test_thinking_that_a_template_takes_out_of_an_answer_is_named(
