@@ -17,10 +17,12 @@ Exits with code 79 on out-of-memory; the launcher restarts it with half the batc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from math import isfinite
+from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -32,9 +34,11 @@ from stages.core.params.schema import EvaluationParams, made_by
 from stages.core.records import rebuild
 from stages.core.tasks import load_task
 from stages.evaluation.generate import TextGenerator, batch_size_for
-from stages.evaluation.score import Task, summary
+from stages.evaluation.score import Scored, Task, summary
+from stages.models.adapters import load_trained
+from stages.models.certificate import QuantizationCost
 from stages.models.load import gpus_in_use, limit_visible_gpus, load_model
-from stages.models.merge import merge_certified, quantization_cost
+from stages.models.merge import merge_certified, probe_logits, relative_deviation
 from stages.models.prompts import Processor, accepts, load_processor
 from stages.planning.ladder import MAX_BATCH_SIZE
 from stages.planning.memory_use import MemoryLog, recognised_out_of_memory
@@ -85,44 +89,53 @@ def main(recipe: str, attempt: int) -> None:
             trained_quantization=quantization,
         )
         if quantization != "none":
-            complete, batch_size = some_completions(plan, params.active.evaluation, processor, attempt)
-            ours = (logits, *complete(merged))
+            task, generator = some_samples(plan, params.active.evaluation, processor, attempt)
+            ours = task.score(generator(model=merged))
             del merged  # the next model needs its memory
             quantized = load(base_dir, quantization)
-            cost = quantization_cost(
-                quantized, trained_dir, processor, probes, ours, complete=complete, batch_size=batch_size
-            )
+            untrained_logits = probe_logits(quantized, processor, probes)
+            trained_logits = probe_logits(load_trained(quantized, trained_dir).eval(), processor, probes)
+            deviation = relative_deviation(logits, trained_logits, untrained_logits)
+            cost = quantization_cost(deviation, ours, task, generator(model=quantized))
             certificate = replace(certificate, quantization_cost=cost)
-            scoring = load_task(plan.recipe.task, "scoring")
-            log.info("trained on %s weights: %s", quantization, summary(cost.trained, scoring))
-            log.info("merged into unquantized ones: %s; %s", summary(cost.merged, scoring), cost)
+            log.info("trained on %s weights: %s", quantization, summary(cost.trained, task.scoring))
+            log.info("merged into unquantized ones: %s; %s", summary(cost.merged, task.scoring), cost)
     certificate.write(run_dir / "merge.json")
     memory.write("merge", recipe, task=plan.recipe.task)
     log.info("merged %s, content %s: %s", recipe, short(certificate.merged_digest), certificate)
 
 
-def some_completions(
+def quantization_cost(deviation: float, merged: Scored, task: Task, trained: TextGenerator) -> QuantizationCost:
+    """Compare a merged model with its adapter on the quantized base that it was trained on.
+
+    deviation: of their logits. merged: scores of the merged model. trained: of that base with the
+    adapter in it.
+    """
+    scored = task.score(trained)
+    return QuantizationCost(
+        logit_deviation=deviation if isfinite(deviation) else None,
+        samples=len(task.records),
+        batch_size=trained.batch_size,
+        same_completions=sum(map(eq, merged.completions, scored.completions)),
+        trained=scored.metrics,
+        merged=merged.metrics,
+    )
+
+
+def some_samples(
     plan: Plan, settings: EvaluationParams, processor: Processor, attempt: int
-) -> tuple[Callable[[PreTrainedModel], tuple[list[str], dict[str, Any]]], int]:
-    """The function that gives a model's completions of some validation samples, and their metrics; its batch size."""
-    records = load_task(plan.recipe.task, "samples").read_split(Path(plan.data_dir), "val")
-    records = records[:SCORED_SAMPLES]
+) -> tuple[Task, partial[TextGenerator]]:
+    """Some validation samples, and the generator of a model's completions of them, which wants the model."""
+    records = load_task(plan.recipe.task, "samples").read_split(Path(plan.data_dir), "val")[:SCORED_SAMPLES]
     task = Task(name=plan.recipe.task, answer_format=plan.recipe.answer_format, records=records)
-    batch_size = batch_size_for(settings, len(records), largest=MAX_BATCH_SIZE, attempt=attempt)
-
-    def complete(model: PreTrainedModel) -> tuple[list[str], dict[str, Any]]:
-        generator = TextGenerator(
-            model=model,
-            processor=processor,
-            samples=task.samples,
-            answer_format=task.answer_format,
-            batch_size=batch_size,
-            settings=settings,
-        )
-        scored = task.score(generator)
-        return scored.completions, scored.metrics
-
-    return complete, batch_size
+    return task, partial(
+        TextGenerator,
+        processor=processor,
+        samples=task.samples,
+        answer_format=task.answer_format,
+        batch_size=batch_size_for(settings, len(records), largest=MAX_BATCH_SIZE, attempt=attempt),
+        settings=settings,
+    )
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
-from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
@@ -31,7 +29,7 @@ from stages.core.params.schema import DeviceParams
 from stages.core.records import rebuild
 from stages.data.conversation import Conversation
 from stages.models.adapters import apply_recipe, load_trained, trained_modules
-from stages.models.certificate import TOLERANCE, MergeCertificate, QuantizationCost
+from stages.models.certificate import TOLERANCE, MergeCertificate
 from stages.models.folders import has_weights, remove_weights
 from stages.models.load import load_model, meta_model
 from stages.models.prompts import Processor, encode, load_processor
@@ -96,37 +94,6 @@ def merge_certified(
     if problems := certificate.problems():
         raise UserError(f"the merge of {plan.name} is not what was trained: {'; '.join(problems)}")
     return certificate, merged, logits
-
-
-def quantization_cost(
-    base: PreTrainedModel,
-    trained_dir: Path,
-    processor: Processor,
-    probes: Sequence[Conversation],
-    merged: tuple[torch.Tensor, list[str], dict[str, Any]],
-    *,
-    complete: Callable[[PreTrainedModel], tuple[list[str], dict[str, Any]]],
-    batch_size: int,
-) -> QuantizationCost:
-    """Compare a merged model with its adapter on the quantized base that it was trained on.
-
-    merged: logits on the probes, completions of some samples, and their metrics. complete: gives the latter two of a
-    model.
-    """
-    merged_logits, merged_completions, merged_metrics = merged
-    base_logits = probe_logits(base, processor, probes)
-    trained = load_trained(base, trained_dir).eval()
-    assert isinstance(trained, PeftModel), "weights in 4 bits are trained by adapters alone"
-    deviation = relative_deviation(merged_logits, probe_logits(trained, processor, probes), base_logits)
-    completions, metrics = complete(trained.get_base_model())
-    return QuantizationCost(
-        logit_deviation=deviation if isfinite(deviation) else None,
-        samples=len(completions),
-        batch_size=batch_size,
-        same_completions=sum(map(eq, merged_completions, completions)),
-        trained=metrics,
-        merged=merged_metrics,
-    )
 
 
 def merge_trained(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
