@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import click
 
 from stages.core.errors import UserError, configure_logging
-from stages.core.lineage import short, verified_lineage
+from stages.core.lineage import short
 from stages.core.params import load_params
-from stages.core.params.schema import ExpertParams, RecipeParams, made_by
-from stages.core.records import rebuild
+from stages.core.params.schema import ExpertParams, RecipeParams
 from stages.core.tasks import load_task
 from stages.data.conversation import Conversation
 from stages.mixture.build import build_mixture
+from stages.models.certificate import base_model
 from stages.models.folders import require_weights
 from stages.models.load import gpus_in_use, limit_visible_gpus, load_model
 from stages.planning.memory_use import MemoryLog
@@ -40,12 +40,8 @@ def main(name: str) -> None:
     params = load_params()
     build, precision = params.build(name), params.active.memory.precision
     limit_visible_gpus(device := params.active.device.one())
-    base_dir = Path("data") / build.base
-    base = base_dir, verified_lineage(base_dir, fix=rebuild(made_by(build.base)))
-    experts = {}
-    for recipe in build.recipes:
-        folder = Path("data/runs") / recipe / "merged"
-        experts[recipe] = folder, verified_lineage(folder, fix=rebuild(f"merge@{recipe}"))
+    base, experts = base_model(build.base), {name: base_model(f"runs/{name}/merged") for name in build.recipes}
+    for folder, _ in experts.values():
         require_weights(folder)
     probes = {expert.recipe: probes_of(expert, params.recipe(expert.recipe)) for expert in build.experts}
     memory = MemoryLog(gpus_in_use(device))

@@ -147,14 +147,13 @@ def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
         if answers := params.baselines[name].answers:
             raise UserError(f"{name} has no model: it is the file {answers}")
         return base_model(params.baselines[name].base)
-    stage = f"merge@{name}"
-    folder, lineage = made_model(Path("data/runs") / name / "merged", stage)
-    require_certified(MergeCertificate, folder.parent / "merge.json", lineage, stage=stage)
+    folder, lineage = base_model(f"runs/{name}/merged")
+    require_certified(MergeCertificate, folder.parent / "merge.json", lineage, stage=f"merge@{name}")
     return folder, lineage
 
 
 def base_model(base: str) -> tuple[Path, Lineage]:
-    """A model that no recipe trained, `bases/NAME` or `builds/NAME`, and its lineage.
+    """A model that others start from, `bases/NAME`, `builds/NAME` or `runs/RECIPE/merged`, and its lineage.
 
     Raises UserError if the folder is missing or has changed.
     """
