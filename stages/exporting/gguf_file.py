@@ -25,8 +25,6 @@ from stages.core.families import family_of
 from stages.exporting.gguf_tokenizer import CONVERTER, add_tokenizer
 from stages.models.folders import Checkpoint, read_config
 
-TYPES = {"f16": GGMLQuantizationType.F16, "q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
-"""Types that the package quantizes to, of weights in rows of whole blocks."""
 BLOCK = 2**18
 """Weights in memory at a time."""
 IDLE_GATE = ".mlp.shared_expert_gate.weight"
@@ -88,8 +86,8 @@ def architecture_of(config: Mapping[str, Any]) -> MODEL_ARCH:
         problem = f"there are {', '.join(ARCHITECTURES)}"
     elif config.get("use_sliding_window"):
         problem = "it uses sliding window attention"
-    elif rope(config)["rope_type"] not in ("default", "llama3"):
-        problem = f"its rotary positions are of type {rope(config)['rope_type']}"
+    elif (rope := config["rope_parameters"]["rope_type"]) not in ("default", "llama3"):
+        problem = f"its rotary positions are of type {rope}"
     elif config.get("norm_topk_prob") and config["num_experts_per_tok"] < config["num_experts"]:
         problem = "llama.cpp does not scale the weights of a token's experts to a sum of 1 (norm_topk_prob)"
     if problem:
@@ -165,7 +163,7 @@ def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: str
 def kind_of(name: str, shape: tuple[int, ...], quantization: str) -> GGMLQuantizationType:
     """Vectors and routers stay in fp32, as in llama.cpp's own files. Embeddings and output matrix have at least 8 bits
     (llama.cpp gives the output matrix 6, which the package does not write). Rows of no whole blocks get f16."""
-    kind = TYPES[quantization]
+    kind = GGMLQuantizationType[quantization.upper()]
     if len(shape) == 1 or "ffn_gate_inp" in name:
         return GGMLQuantizationType.F32
     if quantization == "q4_0" and name.startswith(("token_embd.", "output.")):
@@ -200,18 +198,12 @@ def add_settings(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_value_length(head_dim(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(head_dim(config))
-    writer.add_rope_freq_base(rope(config)["rope_theta"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     if "num_experts" in config:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-
-
-def rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of rotary positions; older files have them apart."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **given}
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
@@ -220,9 +212,8 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 def rope_factors(config: Mapping[str, Any], model_dir: Path) -> np.ndarray[Any, Any] | None:
     """Divisors of the rotary frequencies of Llama 3.1 and later, (head_dim / 2,); None for a model without."""
-    if rope(config)["rope_type"] != "llama3":
+    if config["rope_parameters"]["rope_type"] != "llama3":
         return None
-    plain = rope(config)["rope_theta"] ** (-torch.arange(0, head_dim(config), 2) / head_dim(config))
-    return (
-        plain / ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(model_dir), torch.device("cpu"))[0]
-    ).numpy()
+    plain = config["rope_parameters"]["rope_theta"] ** (-torch.arange(0, head_dim(config), 2) / head_dim(config))
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(model_dir), torch.device("cpu"))
+    return (plain / scaled).numpy()
