@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from stages.core.lineage import (
     read_lineage,
     require_base,
     short,
+    true_base,
     write_lineage,
 )
 from stages.core.params.schema import DeviceParams
@@ -109,17 +109,9 @@ def load_certified(folder: Path, *, device: DeviceParams, precision: str, attn: 
     """
     if has_weights(folder):
         return load_model(folder, device=device, precision=precision, attn=attn)
-    lineage = read_lineage(folder)
-    fix = rebuild(f"merge@{lineage.name}")
-    base_dir, trained_dir = (
-        Path(os.path.normpath(folder / lineage.parents[role].path)) for role in ("base", "trained")
-    )
-    trained, _ = require_base(trained_dir, base_dir, fix=fix)
-    if trained != lineage.parents["trained"].lineage:
-        raise UserError(
-            f"{folder} was merged from {short(lineage.parents['trained'].lineage.digest)}, but {trained_dir} holds "
-            f"{short(trained.digest)}; rebuild it with: {fix}"
-        )
+    trained_dir, fix = folder.with_name("trained"), rebuild(f"merge@{read_lineage(folder).name}")
+    base_dir = true_base(trained_dir)
+    require_base(trained_dir, base_dir, fix=fix)
     log.info("%s has no weights: merging %s into %s again, in memory", folder, trained_dir, base_dir)
     base = load_model(base_dir, device=device, precision=precision, attn=attn)
     model = merge_trained(load_trained(base, trained_dir))
