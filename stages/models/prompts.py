@@ -81,7 +81,7 @@ class ImagesOnly:
         return settings
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.model_type, vars(self))
+        return _blank, (self.model_type,), vars(self)
 
 
 @cache
@@ -93,11 +93,8 @@ def images_only(model_type: str) -> type[ProcessorMixin]:
     return kind
 
 
-def _restored(model_type: str, settings: dict[str, Any]) -> ProcessorMixin:
-    kind = images_only(model_type)
-    processor: ProcessorMixin = object.__new__(kind)
-    vars(processor).update(settings)
-    return processor
+def _blank(model_type: str) -> ProcessorMixin:
+    return object.__new__(images_only(model_type))
 
 
 def load_processor(folder: Path, images: ImageParams | None, options: TemplateOptions = NO_OPTIONS) -> Processor:
