@@ -22,7 +22,7 @@ from stages.core.params.schema import ExpertParams, RecipeParams
 from stages.core.tasks import load_task
 from stages.data.conversation import Conversation
 from stages.mixture.build import build_mixture
-from stages.models.certificate import base_model
+from stages.models.certificate import made_model
 from stages.models.folders import require_weights
 from stages.models.load import gpus_in_use, limit_visible_gpus, load_model
 from stages.planning.memory_use import MemoryLog
@@ -40,7 +40,7 @@ def main(name: str) -> None:
     params = load_params()
     build, precision = params.build(name), params.active.memory.precision
     limit_visible_gpus(device := params.active.device.one())
-    base, experts = base_model(build.base), {name: base_model(f"runs/{name}/merged") for name in build.recipes}
+    base, experts = made_model(build.base), {name: made_model(f"runs/{name}/merged") for name in build.recipes}
     for folder, _ in experts.values():
         require_weights(folder)
     probes = {expert.recipe: probes_of(expert, params.recipe(expert.recipe)) for expert in build.experts}

@@ -61,9 +61,10 @@ def exported_model(params: Params, name: str) -> tuple[Path, Lineage, ExportCert
     Raises UserError if the folder is missing or has changed, the certificate is not of its content, or params.yaml or
     the recipe's merged model has changed since.
     """
-    stage, export = f"export@{name}", params.export(name)
-    folder, lineage = made_model(Path("data/exports") / name, stage)
-    certificate = require_certified(ExportCertificate, folder.with_name(f"{name}.json"), lineage, stage=stage)
+    export = params.export(name)
+    folder, lineage = made_model(f"exports/{name}")
+    path = folder.with_name(f"{name}.json")
+    certificate = require_certified(ExportCertificate, path, lineage, stage=f"export@{name}")
     merged = read_lineage(Path("data/runs") / export.recipe / "merged")
     if certificate.export != export or lineage.parents["merged"].lineage.digest != merged.digest:
         found = f"{certificate.export.quantization} of {certificate.export.recipe}"

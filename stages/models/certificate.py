@@ -146,22 +146,18 @@ def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
     if name in params.baselines:
         if answers := params.baselines[name].answers:
             raise UserError(f"{name} has no model: it is the file {answers}")
-        return base_model(params.baselines[name].base)
-    folder, lineage = base_model(f"runs/{name}/merged")
+        return made_model(params.baselines[name].base)
+    folder, lineage = made_model(f"runs/{name}/merged")
     require_certified(MergeCertificate, folder.parent / "merge.json", lineage, stage=f"merge@{name}")
     return folder, lineage
 
 
-def base_model(base: str) -> tuple[Path, Lineage]:
-    """A model that others start from, `bases/NAME`, `builds/NAME` or `runs/RECIPE/merged`, and its lineage.
+def made_model(place: str) -> tuple[Path, Lineage]:
+    """The folder of a model, and its lineage. Raises UserError if it is missing or has changed.
 
-    Raises UserError if the folder is missing or has changed.
+    place: below data/, such as `bases/NAME`, `runs/RECIPE/merged` or `exports/NAME`.
     """
-    return made_model(Path("data") / base, made_by(base))
-
-
-def made_model(folder: Path, stage: str) -> tuple[Path, Lineage]:
-    """The folder that a stage made, and its lineage. Raises UserError if it is missing or has changed."""
+    folder, stage = Path("data") / place, made_by(place)
     if not folder.is_dir():
         raise UserError(f"{folder} is not there; make it with: dvc repro {stage}")
     lineage = verified_lineage(folder, fix=rebuild(stage))

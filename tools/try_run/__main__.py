@@ -30,7 +30,7 @@ from stages.core.lineage import short
 from stages.core.params import load_params
 from stages.core.tasks import load_task
 from stages.exporting.certificate import exported_model
-from stages.models.certificate import base_model, certified_model
+from stages.models.certificate import certified_model, made_model
 from stages.models.folders import read_config
 from stages.planning.memory_use import recognised_out_of_memory
 from tools.try_run.forms import FORMS, Form, answer_format_of
@@ -83,7 +83,7 @@ def load_models(params: Params, name: str, *, alone: bool) -> list[LoadedModel]:
 
     folders = {}
     if name in params.recipes and not alone:
-        folders[params.root(name)] = base_model(params.root(name))
+        folders[params.root(name)] = made_model(params.root(name))
     if name in params.exports and not alone:
         folders[params.recipe_name(name)] = certified_model(params, params.recipe_name(name))
     folders[name] = exported_model(params, name)[:2] if name in params.exports else certified_model(params, name)

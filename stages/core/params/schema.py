@@ -720,10 +720,10 @@ class Params:
         return name
 
 
-def made_by(base: str) -> str:
-    """The stage of dvc.yaml that makes a recipe's base, e.g. `merge@r4-joint` for `runs/r4-joint/merged`."""
-    kind, name, *_ = base.split("/")
-    stage = {"bases": "base", "builds": "build", "runs": "merge"}[kind]
+def made_by(model: str) -> str:
+    """The stage of dvc.yaml that makes a model, e.g. `merge@r4-joint` for `runs/r4-joint/merged`."""
+    kind, name, *_ = model.split("/")
+    stage = {"bases": "base", "builds": "build", "runs": "merge", "exports": "export"}[kind]
     return f"{stage}@{name}"
 
 
