@@ -21,7 +21,6 @@ from trl.trainer.utils import add_fused_lm_head
 from stages.core.params.schema import DeviceParams
 from stages.data.conversation import Conversation, message
 from stages.evaluation.generate import decoded
-from stages.evaluation.likelihood import answer_log_likelihoods
 from stages.models.certificate import MergeCertificate
 from stages.models.load import auto_class, load_model
 from stages.models.prompts import Processor, encode, load_processor, tokenizer_of
@@ -223,7 +222,7 @@ def head_deviations(folder: Path) -> dict[str, float]:
         labels = torch.where(batch.pop("answers"), batch["input_ids"], -100)
         logits = model(**batch, use_cache=False).logits.float()
         own = float(cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
-        scored = answer_log_likelihoods(model, processor, ANSWERED, batch_size=2)
+        scored = generator_of(model, processor, batch_size=16, max_new_tokens=1).likelihoods(ANSWERED)
         likelihood = -sum(each.sum_logprob for each in scored) / sum(each.num_tokens for each in scored)
         add_fused_lm_head(model)
         trl = float(model(**batch, labels=labels, fused_lm_head=True).loss)

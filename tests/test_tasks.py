@@ -20,7 +20,6 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from stages.core.lineage import read_lineage
 from stages.data.guards import read_guard
-from stages.evaluation.likelihood import answer_log_likelihoods
 from stages.internals.torch_internals import cpu_peak
 from stages.models.certificate import MergeCertificate
 from stages.models.prompts import load_processor
@@ -31,6 +30,7 @@ from stages.tasks.amr.samples.graphs import read_graph
 from tests import ROOT
 from tests.data.images import png
 from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
+from tests.tiny import generator_of
 
 pytestmark = pytest.mark.pipeline
 
@@ -263,7 +263,7 @@ def test_a_guard_is_kept_out_of_trainings_and_counts_in_the_memory_of_evaluation
     model = AutoModelForImageTextToText.from_pretrained("data/bases/assistant", dtype=torch.float32).eval()
     processor = load_processor(Path("data/bases/assistant"), None)
     with cpu_peak((*model.parameters(), *model.buffers())) as peak:
-        answer_log_likelihoods(model, processor, read_guard("held"), batch_size=1)
+        generator_of(model, processor, batch_size=1, max_new_tokens=1).likelihoods(read_guard("held"))
     assert short < peak.size_bytes <= planned
 
 

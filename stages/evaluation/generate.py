@@ -145,15 +145,22 @@ class TextGenerator:
         """Likelihood of the answers in each answered conversation, in order."""
         from stages.evaluation.likelihood import answer_log_likelihoods
 
-        at_once, limit = prefill_batch_size(self.batch_size), self.settings.max_length
-        return answer_log_likelihoods(self.model, self.processor, conversations, batch_size=at_once, max_length=limit)
+        return answer_log_likelihoods(self, conversations)
 
     def routing(self, conversations: Sequence[Conversation]) -> list[Routing] | None:
         """Routing of each answered conversation, in order; None for a model without routers."""
         from stages.evaluation.likelihood import routing
 
-        at_once, limit = prefill_batch_size(self.batch_size), self.settings.max_length
-        return routing(self.model, self.processor, conversations, batch_size=at_once, max_length=limit)
+        return routing(self, conversations)
+
+    def batches(
+        self, conversations: Sequence[Conversation], **options: Any
+    ) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
+        """Batches of answered conversations as `encoded_batches` makes them, on the model's device. Only a shortenable
+        text is cut at the settings' max_length. options: of `encode`."""
+        at_once, options = prefill_batch_size(self.batch_size), options | {"max_length": self.settings.max_length}
+        for indices, batch in encoded_batches(self.processor, conversations, at_once, padding_side="right", **options):
+            yield indices, {name: tensor.to(self.model.device) for name, tensor in batch.items()}
 
 
 def batch_size_for(settings: EvaluationParams, num_questions: int, *, largest: int, attempt: int) -> int:

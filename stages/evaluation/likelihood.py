@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.data.conversation import Conversation
-from stages.evaluation.generate import Progress, encoded_batches
+from stages.evaluation.generate import Progress, TextGenerator
 from stages.mixture.certificate import Routing
 from stages.mixture.routing import outputs_of, routers_of, routing_by_row
 from stages.models.forward import forward_from
-from stages.models.prompts import Processor
 from stages.planning.ladder import LOGIT_ROWS
 
 
@@ -28,28 +27,17 @@ class AnswerLikelihood:
 
 
 @torch.no_grad()  # in inference mode nothing that it caches could be used in training
-def answer_log_likelihoods(
-    model: PreTrainedModel,
-    processor: Processor,
-    conversations: Sequence[Conversation],
-    *,
-    batch_size: int,
-    max_length: int | None = None,
-) -> list[AnswerLikelihood]:
-    """Likelihood of the answers in each answered conversation, in order. model: in `eval` mode.
+def answer_log_likelihoods(generator: TextGenerator, conversations: Sequence[Conversation]) -> list[AnswerLikelihood]:
+    """Likelihood of the answers in each answered conversation, in order.
 
-    max_length: limit of a conversation in tokens; its shortenable text is cut for it, its answer never is.
     Results are the same in batches as one by one, but for rounding. Log-probabilities are computed in fp32 whatever the
     model's precision, and only for tokens of the answers, LOGIT_ROWS at a time.
     """
     likelihoods: dict[int, AnswerLikelihood] = {}
     progress = Progress("scored %d/%d completions  %.1f/s", len(conversations))
-    for indices, batch in encoded_batches(
-        processor, conversations, batch_size, padding_side="right", max_length=max_length, mark_answers=True
-    ):
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    for indices, inputs in generator.batches(conversations, mark_answers=True):
         in_answer = inputs.pop("answers")
-        sums = _sums(model, inputs, in_answer)
+        sums = _sums(generator.model, inputs, in_answer)
         for index, total, tokens in zip(indices, sums, in_answer.sum(dim=1).tolist(), strict=True):
             likelihoods[index] = AnswerLikelihood(total, tokens)
         progress(len(likelihoods))
@@ -80,27 +68,14 @@ def _sums(model: PreTrainedModel, inputs: dict[str, torch.Tensor], in_answer: to
 
 
 @torch.no_grad()  # in inference mode nothing that it caches could be used in training
-def routing(
-    model: PreTrainedModel,
-    processor: Processor,
-    conversations: Sequence[Conversation],
-    *,
-    batch_size: int,
-    max_length: int | None = None,
-) -> list[Routing] | None:
-    """Routing of each conversation, in order; None for a model without routers. model: in `eval` mode.
-
-    max_length: see `answer_log_likelihoods`. Padding does not count.
-    """
-    routers = routers_of(model)
+def routing(generator: TextGenerator, conversations: Sequence[Conversation]) -> list[Routing] | None:
+    """Routing of each conversation, in order, without its padding; None for a model without routers."""
+    routers = routers_of(generator.model)
     if not routers:
         return None
     by_index: dict[int, Routing] = {}
-    for indices, batch in encoded_batches(
-        processor, conversations, batch_size, padding_side="right", max_length=max_length
-    ):
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    for indices, inputs in generator.batches(conversations):
         with outputs_of(routers) as outputs:
-            model.base_model(**inputs, use_cache=False)
+            generator.model.base_model(**inputs, use_cache=False)
         by_index |= zip(indices, routing_by_row(outputs, inputs["attention_mask"]), strict=True)
     return [by_index[index] for index in range(len(conversations))]

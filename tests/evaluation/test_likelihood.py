@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from stages import evaluate
 from stages.core.errors import UserError
 from stages.data.conversation import Conversation, message
 from stages.evaluation import likelihood
-from stages.evaluation.likelihood import AnswerLikelihood, answer_log_likelihoods, routing
+from stages.evaluation.generate import TextGenerator
+from stages.evaluation.likelihood import AnswerLikelihood
 from stages.models.prompts import encode
 from stages.planning.ladder import prefill_batch_size
 from tests.tiny import generator_of
@@ -31,12 +33,19 @@ ANSWERED = [
 ]
 
 
+def reading(model: PreTrainedModel, tokenizer: Any, at_once: int) -> TextGenerator:
+    """It reads so many conversations in a pass."""
+    generator = generator_of(model, tokenizer, batch_size=8 * at_once, max_new_tokens=1)
+    assert prefill_batch_size(generator.batch_size) == at_once
+    return generator
+
+
 @pytest.mark.parametrize("kind", ["tiny_dense", "tiny_mixture"])
 @pytest.mark.parametrize("batch_size", [2, 5, 16])
 def test_batches_score_as_one_by_one(kind: str, batch_size: int, request: pytest.FixtureRequest) -> None:
     model, tokenizer = request.getfixturevalue(kind)
-    alone = answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=1)
-    together = answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=batch_size)
+    alone = reading(model, tokenizer, 1).likelihoods(ANSWERED)
+    together = reading(model, tokenizer, batch_size).likelihoods(ANSWERED)
     assert [each.num_tokens for each in together] == [each.num_tokens for each in alone]
     assert [each.sum_logprob for each in together] == pytest.approx([each.sum_logprob for each in alone], abs=1e-4)
     assert len({round(each.sum_logprob, 3) for each in alone}) == len(alone)
@@ -45,7 +54,7 @@ def test_batches_score_as_one_by_one(kind: str, batch_size: int, request: pytest
 def test_the_sum_covers_the_answer_and_the_end_of_its_turn(tiny_dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = tiny_dense
     monkeypatch.setattr(likelihood, "LOGIT_ROWS", 3)
-    scored = answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=2)
+    scored = reading(model, tokenizer, 2).likelihoods(ANSWERED)
     for conversation, found in zip(ANSWERED, scored, strict=True):
         answer = conversation.messages[-1]["content"][0]["text"]
         expected = tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
@@ -64,10 +73,10 @@ def test_a_turn_that_is_not_to_be_learnt_does_not_count(tiny_dense: Any) -> None
     asked, answer = message("user", "Which?"), message("assistant", "The first.")
     whole = Conversation(sample_id="a", messages=[*ANSWERED[0].messages, asked, answer])
     parts = [whole, replace(whole, unlearnt=(1,)), replace(whole, unlearnt=(3,))]
-    both, second, first = answer_log_likelihoods(model, tokenizer, parts, batch_size=3)
+    both, second, first = reading(model, tokenizer, 3).likelihoods(parts)
     assert both.num_tokens == first.num_tokens + second.num_tokens
     assert both.sum_logprob == pytest.approx(first.sum_logprob + second.sum_logprob, abs=1e-4)
-    assert first.num_tokens == answer_log_likelihoods(model, tokenizer, ANSWERED[:1], batch_size=1)[0].num_tokens
+    assert first.num_tokens == reading(model, tokenizer, 1).likelihoods(ANSWERED[:1])[0].num_tokens
 
 
 def test_a_model_that_diverged_is_refused(tiny_dense: Any) -> None:
@@ -75,7 +84,7 @@ def test_a_model_that_diverged_is_refused(tiny_dense: Any) -> None:
     with torch.no_grad():
         model.base_model.norm.weight[0] = torch.nan
     with pytest.raises(UserError, match="5 of 5 answers have no likelihood"):
-        answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=2)
+        reading(model, tokenizer, 2).likelihoods(ANSWERED)
 
 
 QUESTIONS = [
@@ -91,10 +100,10 @@ def routers(model: Any) -> list[Qwen2MoeTopKRouter]:
 @pytest.mark.parametrize("batch_size", [2, 3])
 def test_padding_does_not_count_in_routing(tiny_mixture: Any, tiny_dense: Any, batch_size: int) -> None:
     model, tokenizer = tiny_dense
-    assert routing(model, tokenizer, QUESTIONS, batch_size=batch_size) is None
+    assert reading(model, tokenizer, batch_size).routing(QUESTIONS) is None
     model, tokenizer = tiny_mixture
-    alone = routing(model, tokenizer, QUESTIONS, batch_size=1)
-    together = routing(model, tokenizer, QUESTIONS, batch_size=batch_size)
+    alone = reading(model, tokenizer, 1).routing(QUESTIONS)
+    together = reading(model, tokenizer, batch_size).routing(QUESTIONS)
     assert alone is not None
     assert together is not None
     for one, other in zip(alone, together, strict=True):
@@ -111,7 +120,7 @@ def test_routing_is_the_models_own(tiny_mixture: Any, normalized: bool) -> None:
     model, tokenizer = copy.deepcopy(tiny_mixture[0]), tiny_mixture[1]
     for router in routers(model):
         router.norm_topk_prob = normalized
-    found = routing(model, tokenizer, QUESTIONS[:1], batch_size=1)
+    found = reading(model, tokenizer, 1).routing(QUESTIONS[:1])
     assert found is not None
     ids = tokenizer(tokenizer.apply_chat_template(QUESTIONS[0].messages, tokenize=False, add_generation_prompt=True))
     with torch.inference_mode():

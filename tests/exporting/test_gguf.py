@@ -20,12 +20,12 @@ from stages.models.load import load_model
 from stages.models.prompts import encode, load_processor
 from stages.planning.memory_use import recognised_out_of_memory
 from tests import ROOT
+from tests.tiny import generator_of
 from tests.tiny_families import save_tiny_family
 
 pytest.importorskip("xllamacpp", reason="needs llama.cpp (make setup EXTRAS='dev llamacpp')")
 
 from stages.evaluation import llama_api
-from stages.evaluation.likelihood import answer_log_likelihoods
 from stages.evaluation.llama_cpp import LlamaCpp, _post
 from stages.exporting import gguf_file
 from stages.exporting.certificate import TOLERANCE
@@ -105,7 +105,7 @@ def test_llama_cpp_answers_and_scores_as_transformers_does(
     different, wrong = changed(folders[family], generator)
     assert (wrong, different <= 1) == (0, True)
     model = load_model(folders[family], device=DeviceParams(kind="cpu"), precision="fp32").eval()
-    ours = answer_log_likelihoods(model, generator.processor, answered, batch_size=1)
+    ours = generator_of(model, generator.processor, batch_size=1, max_new_tokens=1).likelihoods(answered)
     for one, other in zip(ours, generator.likelihoods(answered), strict=True):
         assert one.num_tokens == other.num_tokens
         assert one.sum_logprob == pytest.approx(other.sum_logprob, rel=1e-3)
