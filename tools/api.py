@@ -85,8 +85,7 @@ def read_run(name: str) -> Run:
     task = params.subject(name).task
     run = runs.read_run(params, task_report(params, task), name, Path("data"))
     if run is None:
-        stage = runs.evaluation_stage(name, trained=name in params.recipes, exported=name in params.exports)
-        raise UserError(f"{name} has not been evaluated; run: dvc repro {stage}")
+        raise UserError(f"{name} has not been evaluated; run: dvc repro {params.evaluation_stage(name)}")
     return run
 
 

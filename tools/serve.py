@@ -23,7 +23,7 @@ from stages.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate
 from stages.evaluation.vllm.environment import WORKER, engine_options, installed
 from stages.models.certificate import certified_model
 from stages.models.prompts import OPTIONS
-from stages.reporting.runs import evaluation_stage, report_runs_dir
+from stages.reporting.runs import report_runs_dir
 
 log = logging.getLogger("stages")
 
@@ -51,7 +51,7 @@ def main(name: str, port: int) -> None:
 def require_certificate(params: Params, name: str, *, model: str, engine: str) -> EngineCertificate:
     """The engine's certificate for these weights on this device. Raises UserError if there is none."""
     path = report_runs_dir(Path("data"), params.subject(name).task) / name / CERTIFICATE_FILE
-    stage = evaluation_stage(name, trained=name in params.recipes)
+    stage = params.evaluation_stage(name)
     by_vllm = params.active.evaluation.engine == "vllm"
     fix = rebuild(stage) if by_vllm else f"dvc exp run -S ++profiles.{params.profile}.evaluation.engine=vllm {stage}"
     certificate = EngineCertificate.read(path, fix=fix)

@@ -27,7 +27,6 @@ from stages.reporting.evidence import Difference, Score, as_family, difference, 
 from stages.reporting.runs import (
     Run,
     different_models,
-    evaluation_stage,
     read_run,
     refuse_different_samples,
 )
@@ -114,6 +113,8 @@ class Contender:
     """A recipe, or a base without training, with the models that came of it."""
 
     name: str
+    stage: str
+    """The pipeline stage that evaluates it."""
     baseline: str | None
     """The untrained base it comes from; None for a base itself."""
     stage_of: tuple[str, ...] = ()
@@ -158,11 +159,6 @@ class Contender:
         if len(values) > 1 and len(numbers) == len(values):
             return sum(numbers) / len(numbers)
         return values[0] if len(set(values)) == 1 else UNAVAILABLE if values else None
-
-    @property
-    def stage(self) -> str:
-        """The pipeline stage that evaluates it."""
-        return evaluation_stage(self.name, trained=self.baseline is not None, exported=self.export_of is not None)
 
     @property
     def role(self) -> str:
@@ -388,6 +384,7 @@ def read_contenders(params: Params, report: TaskReport, data_dirs: Sequence[Path
             report,
             name,
             different_models(runs[name]),
+            stage=params.evaluation_stage(name),
             baseline=baseline,
             stage_of=tuple(other for other, parent in continued_by.items() if parent == name),
             export_of=params.exports[name].recipe if name in params.exports else None,
@@ -401,6 +398,7 @@ def score_contender(
     name: str,
     runs: Sequence[Run],
     *,
+    stage: str,
     baseline: str | None,
     stage_of: tuple[str, ...] = (),
     export_of: str | None = None,
@@ -418,6 +416,7 @@ def score_contender(
     }
     return Contender(
         name=name,
+        stage=stage,
         baseline=baseline,
         stage_of=stage_of,
         export_of=export_of,

@@ -136,11 +136,6 @@ def copy_to_report(run_dir: Path, report_run_dir: Path, *, lineage: Lineage) -> 
                 shutil.copyfile(source, target)
 
 
-def evaluation_stage(name: str, *, trained: bool, exported: bool = False) -> str:
-    """The pipeline stage that evaluates a recipe, an export, or an untrained base."""
-    return f"{'evaluate' if trained else 'exported' if exported else 'baseline'}@{name}"
-
-
 def read_run(params: Params, report: TaskReport, name: str, data_dir: Path) -> Run | None:
     """The run of a recipe, a baseline or an export of the report's task, or None if it has not been evaluated.
 
@@ -151,7 +146,7 @@ def read_run(params: Params, report: TaskReport, name: str, data_dir: Path) -> R
     if not metrics_path.is_file() or not predictions_path.is_file():
         return None
     trained, identity = name in params.recipes, report.identity
-    stage = evaluation_stage(name, trained=trained, exported=name in params.exports)
+    stage = params.evaluation_stage(name)
     fix = rebuild(stage)
     metrics = read_record(dict[str, Figure], metrics_path, fix=fix)
     if ORDERED_BY not in metrics:
@@ -210,7 +205,7 @@ def _memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> di
     trained, exported = name in params.recipes, name in params.exports
     made_by = ["train", "merge"] if trained else ["export"] if exported else []
     stages = {f"{stage}@{name}": (name, stage) for stage in made_by}
-    stages[evaluation_stage(name, trained=trained, exported=exported)] = (name, "evaluate")
+    stages[params.evaluation_stage(name)] = (name, "evaluate")
     kind, _, build = params.subject(name).base.partition("/")
     if kind == "builds" and not exported:
         stages = {f"build@{build}": (build, "build"), **stages}

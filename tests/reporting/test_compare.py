@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -64,13 +64,17 @@ def scores_around(mean: float, seed: int) -> Floats:
     return mean + HARDNESS + np.random.default_rng(seed).normal(0, 0.03, len(HARDNESS))
 
 
+def contender_of(report: TaskReport, name: str, runs: Sequence[Run], *, baseline: str | None) -> Contender:
+    return score_contender(report, name, runs, stage=f"evaluate@{name}", baseline=baseline)
+
+
 def compared(means: Mapping[str, float | list[float] | None], report: TaskReport = REPORT) -> Comparison:
     """means: of each training, by name; `base` is a baseline, None a model that was not run."""
     contenders, key = [], report.primary.key
     for number, (name, mean) in enumerate(means.items()):
         trained = [] if mean is None else mean if isinstance(mean, list) else [mean]
         runs = [run_of(name, scores_around(each, 10 * number + seed), key=key) for seed, each in enumerate(trained)]
-        contenders.append(score_contender(report, name, runs, baseline=None if name == "base" else "base"))
+        contenders.append(contender_of(report, name, runs, baseline=None if name == "base" else "base"))
     return compare(report, contenders)
 
 
@@ -110,7 +114,7 @@ def test_every_recipe_is_compared_with_its_base_and_with_each_file_of_answers() 
     names = enumerate(("base", "peer", "b"))
     runs = {name: run_of(name, scores_around(0.5, seed), given.get(name)) for seed, name in names}
     bases = {"base": None, "peer": None, "b": "base"}
-    found = compare(REPORT, [score_contender(REPORT, name, [run], baseline=bases[name]) for name, run in runs.items()])
+    found = compare(REPORT, [contender_of(REPORT, name, [run], baseline=bases[name]) for name, run in runs.items()])
     assert [insight.topic for insight in found.insights] == ["b against its base", "b against peer"]
     assert [each.role for each in found.contenders] == ["baseline", "answers", ""]
 
@@ -118,7 +122,7 @@ def test_every_recipe_is_compared_with_its_base_and_with_each_file_of_answers() 
 @pytest.mark.parametrize(("num_samples", "words"), [(1, "1 sample is too few"), (5, "5 samples are too few")])
 def test_too_few_samples_decide_nothing(num_samples: int, words: str) -> None:
     runs = (run_of("a", np.linspace(0.1, 0.2, num_samples)), run_of("b", np.linspace(0.8, 0.9, num_samples)))
-    comparison = compare(REPORT, [score_contender(REPORT, run.name, [run], baseline="base") for run in runs])
+    comparison = compare(REPORT, [contender_of(REPORT, run.name, [run], baseline="base") for run in runs])
     assert not comparison.conclusive
     assert words in comparison.headline
     assert words in comparison.insights[0].words
@@ -135,7 +139,7 @@ def test_a_report_on_groups_says_how_many_and_counts_them_alone(groups: int, con
         replace(run_of(name, scores_around(mean, seed)), groups=np.arange(60) % groups)
         for seed, (name, mean) in enumerate((("a", 0.5), ("b", 0.6)))
     ]
-    comparison = compare(REPORT, [score_contender(REPORT, run.name, [run], baseline=None) for run in runs])
+    comparison = compare(REPORT, [contender_of(REPORT, run.name, [run], baseline=None) for run in runs])
     assert comparison.conclusive == conclusive
     words = "the model of b is better" if conclusive else "60 samples in 5 groups are too few to tell"
     assert comparison.insights[0].words.startswith(words)
@@ -166,7 +170,7 @@ def test_a_loss_on_a_guard_is_shown_or_not_by_the_guards_own_rows(trainings: int
         "same": [run("same", 1, 20 + seed) for seed in range(trainings)],
     }
     bases = dict.fromkeys(("worse", "same"), "base")
-    found = compare(report, [score_contender(report, name, runs[name], baseline=bases.get(name)) for name in runs])
+    found = compare(report, [contender_of(report, name, runs[name], baseline=bases.get(name)) for name in runs])
     words = {each.topic: each.words for each in found.insights if each.metric is metric}
     assert list(words) == ["worse against its base, on general", "same against its base, on general"]
     shown, not_shown = words.values()
@@ -189,7 +193,7 @@ def test_a_loss_on_a_guard_is_shown_or_not_by_the_guards_own_rows(trainings: int
 def test_groups_of_a_single_sample_each_change_nothing() -> None:
     runs = [run_of(name, scores_around(mean, seed)) for seed, (name, mean) in enumerate((("a", 0.5), ("b", 0.6)))]
     texts = [
-        comparison_text(compare(REPORT, [score_contender(REPORT, run.name, [run], baseline=None) for run in each]))
+        comparison_text(compare(REPORT, [contender_of(REPORT, run.name, [run], baseline=None) for run in each]))
         for each in (runs, [replace(run, groups=np.arange(60)[::-1]) for run in runs])
     ]
     assert texts[0] == texts[1]
@@ -242,7 +246,7 @@ def test_trainings_under_one_seed_alone_cannot_be_compared() -> None:
     plan: Any = SimpleNamespace(seed=42)
     runs = [replace(run_of("a", scores_around(mean, 1)), plan=plan) for mean in (0.5, 0.6)]
     with pytest.raises(UserError, match="nothing can be compared: a was trained under one seed only"):
-        compare(REPORT, [score_contender(REPORT, "a", runs, baseline="base")])
+        compare(REPORT, [contender_of(REPORT, "a", runs, baseline="base")])
 
 
 def test_recipes_that_all_take_no_part_say_nothing_of_seeds() -> None:
@@ -267,7 +271,7 @@ RESTORED = replace(LOSS, key="restored", heading="Restored", optional=True, evid
 def test_metrics_that_do_not_match_the_predictions_are_refused(metrics: dict[str, Any], problem: str) -> None:
     report = replace(REPORT, metrics=(*REPORT.metrics, RESTORED))
     with pytest.raises(UserError, match=problem):
-        score_contender(report, "a", [run_of("a", np.full(10, 0.5), metrics)], baseline=None)
+        contender_of(report, "a", [run_of("a", np.full(10, 0.5), metrics)], baseline=None)
 
 
 def test_the_lowest_is_best_if_lower_is_better() -> None:
@@ -288,7 +292,7 @@ def test_the_lowest_is_best_if_lower_is_better() -> None:
 def test_models_of_one_score_tie() -> None:
     scores = {"a": scores_around(0.5, 1), "b": scores_around(0.5, 1)[::-1], "base": scores_around(0.1, 2)}
     runs = [run_of(name, each) for name, each in scores.items()]
-    comparison = compare(REPORT, [score_contender(REPORT, run.name, [run], baseline=None) for run in runs])
+    comparison = compare(REPORT, [contender_of(REPORT, run.name, [run], baseline=None) for run in runs])
     assert re.fullmatch(r"The models of a and b tie for the highest score 0\.\d+ \[.*\]\.", comparison.headline)
     rows = comparison_table(comparison).rows
     assert [(row.cells[-1], row.emphasised) for row in rows] == [("tie", True), ("tie", True), ("baseline", False)]
@@ -305,7 +309,7 @@ def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> N
             scores = scores_around(mean, seed)
             run = run_of(name, scores, {"own": float(scores[among == 1].mean())} if among.any() else {})
             run = replace(run, columns={"score": scores, "own": scores * among, "ours": among})
-            found.append(score_contender(report, name, [run], baseline=None))
+            found.append(contender_of(report, name, [run], baseline=None))
         return found
 
     comparison = compare(report, contenders((np.arange(60) % 3 == 0).astype(float)))
@@ -329,7 +333,7 @@ def test_what_another_batch_changes_is_said_where_it_was_measured() -> None:
     words = []
     for base, recipe in (({}, {}), (again, {"batch_size": 32}), (again, {"batch_size": 64})):
         runs = [run_of("base", np.full(60, 0.5), base), run_of("a", scores_around(0.6, 1), recipe)]
-        comparison = compare(REPORT, [score_contender(REPORT, run.name, [run], baseline=None) for run in runs])
+        comparison = compare(REPORT, [contender_of(REPORT, run.name, [run], baseline=None) for run in runs])
         words.append(" ".join(design_words(comparison)))
     noise = "In batches of half the size, 6.2% of base's completions are others, and score changes by up to 0.012: "
     assert [noise in each for each in words] == [False, True, True]
@@ -340,8 +344,8 @@ def test_what_another_batch_changes_is_said_where_it_was_measured() -> None:
 def test_what_matters_is_not_less_than_another_batch_changes(matters: float | None, warned: bool) -> None:
     again = {"rebatched_score": 0.512, "rebatched_changed": 0.0625}
     trained = [run_of("a", scores_around(0.6, seed)) for seed in range(3)]
-    base = score_contender(REPORT, "base", [run_of("base", np.full(60, 0.5), again)], baseline=None)
-    contenders = [base, score_contender(REPORT, "a", trained, baseline="base")]
+    base = contender_of(REPORT, "base", [run_of("base", np.full(60, 0.5), again)], baseline=None)
+    contenders = [base, contender_of(REPORT, "a", trained, baseline="base")]
     comparison = compare(replace(REPORT, matters=matters), contenders)
     assert ("compare.matters, 0.01, is less than that." in design_words(comparison)) == warned
 
@@ -350,7 +354,7 @@ def test_an_interval_of_samples_that_score_alike_comes_with_a_caution() -> None:
     scores = {"base": np.zeros(20), "a": np.full(20, 0.1), "b": np.linspace(0, 1, 20)}
     runs = [run_of(name, each) for name, each in scores.items()]
     bases = {"a": "base", "b": "base"}
-    contenders = [score_contender(REPORT, run.name, [run], baseline=bases.get(run.name)) for run in runs]
+    contenders = [contender_of(REPORT, run.name, [run], baseline=bases.get(run.name)) for run in runs]
     said = [line for line in design_words(compare(REPORT, contenders)) if "alike" in line]
     assert said == ["All samples of a score alike: an interval without width is no evidence about other samples."]
 
@@ -360,7 +364,7 @@ def test_a_report_says_which_bases_have_no_entry_of_families() -> None:
     runs = [run_of(name, scores_around(0.5, 1)) for name in "abc"]
     for number, model_type in enumerate(("granite", "qwen2")):
         runs[number] = replace(runs[number], plan=replace(plan, model_type=model_type))
-    contenders = [score_contender(REPORT, run.name, [run], baseline="c") for run in runs]
+    contenders = [contender_of(REPORT, run.name, [run], baseline="c") for run in runs]
     said = [line for line in design_words(compare(REPORT, contenders)) if "is not among the families" in line]
     assert [line.split()[0] for line in said] == ["granite"]
 
@@ -370,7 +374,7 @@ def test_another_engine_is_named() -> None:
         runs = [
             run_of(name, scores_around(0.5, 1), {"engine": engine}) for name, engine in zip("ab", engines, strict=True)
         ]
-        contenders = [score_contender(REPORT, run.name, [run], baseline=None) for run in runs]
+        contenders = [contender_of(REPORT, run.name, [run], baseline=None) for run in runs]
         return " ".join(design_words(compare(REPORT, contenders)))
 
     assert "engine" not in words("transformers", "transformers")

@@ -663,6 +663,11 @@ class Params:
         subjects |= {name: self.recipes[export.recipe] for name, export in self.exports.items()}
         return subjects[self._known(name, subjects, "recipe, baseline or export")]
 
+    def evaluation_stage(self, name: str) -> str:
+        """The stage of dvc.yaml that evaluates a recipe, an export or a baseline."""
+        stage = "evaluate" if name in self.recipes else "exported" if name in self.exports else "baseline"
+        return f"{stage}@{name}"
+
     def recipe_name(self, run: str) -> str:
         """The recipe that trained the model of a run: of an export, or the run itself."""
         return self.exports[run].recipe if run in self.exports else run

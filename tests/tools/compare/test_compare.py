@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from stages.core.errors import UserError
 from stages.core.lineage import json_digest
-from stages.reporting.runs import evaluation_stage, report_runs_dir
+from stages.reporting.runs import report_runs_dir
 from tests import ROOT
 from tests.made_up_records import PROVENANCE
 from tests.made_up_runs import (
@@ -41,8 +41,7 @@ def write_experiment(
             trained = name in params.recipes
             ious = made_up_ious(mean, 60, seed=10 * seed + number if trained else number)
             write_made_up_run(report_runs_dir(folder, "detection"), name, ious, params=params if trained else None)
-            evaluation = evaluation_stage(name, trained=trained)
-            lock[evaluation] = locked({"data/bases/vlm": base}, params={"seed": seed})
+            lock[params.evaluation_stage(name)] = locked({"data/bases/vlm": base}, params={"seed": seed})
     return Experiment(name=folder.name, data_dir=folder, lock=lock)
 
 
