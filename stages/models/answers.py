@@ -6,7 +6,7 @@ The template is a black box: rendered with a sentinel in place of an answer, it 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -49,8 +49,6 @@ def find_turn(render: Render, probe: Messages, ends: Collection[str]) -> Turn:
     _, between, after = _split(whole, ANSWER, 3)
     header = whole[: whole.rindex(ANSWER)]
     opens_thinking = prompt.rstrip().endswith("<think>")
-    lead = header.removeprefix(prompt) if header.startswith(prompt) else "</think>\n\n"
-    lead = lead.lstrip("\n" * (opens_thinking and prompt.endswith("\n")))  # as in training_text
     if not (header.startswith(prompt) or opens_thinking):
         raise ValueError(f"it prompts a model with {prompt!r}, which is no beginning of {whole!r}, with the answer")
     following, _ = _split(between, NEXT, 2)
@@ -62,7 +60,9 @@ def find_turn(render: Render, probe: Messages, ends: Collection[str]) -> Turn:
             f"{', '.join(sorted(ends)) or 'nothing'}; the model never stops: set eos_token_id in generation_config.json"
         )
     last = {"last_end": last_end or end, "after": after, "tail": tail}
-    return Turn(lead=lead, end=end, **last, opens_thinking=opens_thinking)
+    turn = Turn(lead="", end=end, **last, opens_thinking=opens_thinking)
+    text = training_text(render, turn, probe)  # which is where the lead is found
+    return replace(turn, lead=text[len(prompt) : text.rindex(ANSWER)])
 
 
 def training_text(render: Render, turn: Turn, messages: Messages) -> str:
