@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from stages.core.atomic import atomic_folder
-from stages.core.errors import UserError, configure_logging
+from stages.core.errors import UserError, bytes_text, configure_logging
 from stages.core.lineage import short, write_lineage
 from stages.core.params import load_params
 from stages.data.hub import fetch_snapshot
@@ -49,16 +49,9 @@ def main(name: str) -> None:
         except UserError as error:  # about the copy, which the user does not know
             raise UserError(error.message.replace(str(folder), where)) from None
         lineage = write_lineage(folder, kind="base", name=name, source=source)
-    size = sum(path.stat().st_size for path in (Path("data/bases") / name).rglob("*"))
-    log.info(
-        "base %s from %s %s: %s, %.1f MB, content %s",
-        name,
-        kind,
-        where,
-        config.model_type,
-        size / 1e6,
-        short(lineage.digest),
-    )
+    size = bytes_text(sum(path.stat().st_size for path in (Path("data/bases") / name).rglob("*")))
+    made = f"{config.model_type}, {size}, content {short(lineage.digest)}"
+    log.info("base %s from %s %s: %s", name, kind, where, made)
 
 
 def drop_unused_code(path: Path) -> None:

@@ -53,11 +53,10 @@ def copy_model_files(source: Path, folder: Path, *, weights: bool = True, link: 
     """
     if not source.is_dir():
         raise UserError(f"base folder {source} {'is a file' if source.exists() else 'does not exist'}")
-    left_out = {"lineage.json", "provenance.json"}
-    used = weight_files(source) if weights else set()
+    used = {*weight_files(source), INDEX_FILE} if weights else set()
     for path in given_files(source, *MODEL_FILES):
-        is_weights = any(path.match(pattern) for pattern in WEIGHTS)
-        if path.name not in left_out and (not is_weights or path.name in used or (weights and path.name == INDEX_FILE)):
+        is_left_out = any(map(path.match, WEIGHTS)) and path.name not in used
+        if not is_left_out and path.name not in ("lineage.json", "provenance.json"):
             (_link if link else shutil.copyfile)(path, folder / path.name)
 
 
