@@ -65,7 +65,7 @@ class Completion(str):  # noqa: SLOT000 - it has an attribute
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a model ends its completions of a task's questions, and their text."""
+    """The end of a model's completions of a task's questions, and their text."""
 
     tokenizer: PreTrainedTokenizerBase
     ends: set[int]
