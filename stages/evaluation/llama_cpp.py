@@ -79,8 +79,7 @@ class LlamaCpp:
         """Token ids of each completion, the end of its turn included, as far as llama.cpp generated it. Not streamed: a
         stream leaves out tokens that end within a character."""
         self.reserve(questions)
-        prompts = [self._ids(question)[0] for question in questions]
-        limit = self.settings.max_new_tokens
+        prompts, limit = [self._ids(question)[0] for question in questions], self.settings.max_new_tokens
         request = {"n_predict": limit, "temperature": 0, "return_tokens": True, "cache_prompt": False}
         progress, generated = Progress("completions %d/%d  %.1f samples/s", len(prompts)), list[list[int]]()
         at_once = self.batch_size * 8
