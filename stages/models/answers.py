@@ -70,7 +70,6 @@ def training_text(render: Render, turn: Turn, messages: Messages) -> str:
 
     If the prompt opens a block of thinking that the template leaves out, the answer continues it by its own thinking,
     if it has some, and closes it. A text of last questions alone, as Mistral's system prompt is, stands before answers.
-    Raises ValueError if the template writes something else than that prompt before the answer.
     """
     prompt = render(messages[:-1], add_generation_prompt=True)
     text = render(messages).removesuffix(turn.after) + turn.tail
@@ -79,13 +78,7 @@ def training_text(render: Render, turn: Turn, messages: Messages) -> str:
         return prompt + text.removeprefix(prompt).lstrip(breaks)
     if not turn.opens_thinking:
         header, _ = _split(render([*messages[:-1], _says(messages[-1], ANSWER)]), ANSWER, 2)
-        if not text.startswith(header):
-            raise ValueError(
-                f"a model would be trained on ...{text[-200:]!r}, but prompted with ...{prompt[-100:]!r}, which is no "
-                "beginning of it; leave out of the answer what the template changes, such as <think>, or set the "
-                "recipe's template_options, such as {enable_thinking: true}"
-            )
-        return prompt + turn.lead + text.removeprefix(header)
+        return prompt + turn.lead + text.removeprefix(header) if text.startswith(header) else text
     content = messages[-1]["content"]
     written = content if isinstance(content, str) else "".join(part["text"] for part in content)
     thought, _, answer = written.rpartition("</think>")
@@ -111,6 +104,8 @@ def answer_spans(render: Render, turn: Turn, messages: Messages, text: str) -> I
         if place < 0 or not behind.startswith(turn.end):
             raise ValueError(f"it changes {behind!r} with the answer before it")
         yield len(prompt[:start].removesuffix(turn.lead)), place + len(turn.end)
+    if not (text.startswith(prompt) and text.endswith(turn.tail)):
+        raise ValueError(f"it prompts a model with {prompt!r}, which is no beginning of {text!r}, with the answer")
     yield len(prompt), len(text) - len(turn.tail) + len(turn.last_end)
 
 

@@ -378,39 +378,45 @@ def check_chat_template(folder: Path) -> None:
         if (last := max(*trained, tokenizer_of(processor).pad_token_id)) >= rows:
             token = f"{tokenizer_of(processor).decode(last)!r}, number {last:,} of its tokenizer"
             raise UserError(f"{folder} has {rows:,} embeddings, none of {token}: add them by resize_token_embeddings")
-        if trained[: len(prompted)] != prompted:
+        if not text.startswith(prompt) or trained[: len(prompted)] != prompted:
+            tokens = ", in tokens" * text.startswith(prompt)
             raise UserError(
                 f"by the chat template of {folder}, a model would be trained on {text!r}, but prompted with "
-                f"{prompt!r}, which is no beginning of it, in tokens; {PAGE} says how to bring another"
+                f"{prompt!r}, which is no beginning of it{tokens}; {PAGE} says how to bring another"
             )
 
 
 def check_carried(processor: Processor, conversations: Iterable[Conversation]) -> None:
     """Raises UserError if the chat template does not render one of these answered conversations as its prompt and then
     the answer, or leaves out or changes a message of it: Qwen3's keeps no thinking in earlier answers."""
-    problems = []
-    for each in conversations:
-        try:
-            _check_carried(processor, each)
-        except UserError as error:
-            problems.append(error.message)
+    problems = [problem for each in conversations if (problem := _not_carried(processor, each))]
     if problems:
         others = f"; {len(problems) - 1:,} more of the samples are like it" if len(problems) > 1 else ""
         raise UserError(problems[0] + others)
 
 
-def _check_carried(processor: Processor, conversation: Conversation) -> None:
+def _not_carried(processor: Processor, conversation: Conversation) -> str | None:
+    prompt = rendered(processor, replace(conversation, messages=conversation.messages[:-1]))
     text, place = rendered(processor, conversation), 0
+    base = tokenizer_of(processor).name_or_path
+    if not text.startswith(prompt):
+        return (
+            f"sample {conversation.sample_id}: by the chat template of {base}, a model would be trained on "
+            f"...{text[-200:]!r}, but prompted with ...{prompt[-100:]!r}, which is no beginning of it; leave out of "
+            "the answer what the template changes, such as <think>, or set the recipe's template_options, such as "
+            "{enable_thinking: true}"
+        )
     for number, turn in enumerate(conversation.messages, start=1):
         pieces = [piece for part in turn["content"] for piece in _THINKING.split(part.get("text", ""))]
         for piece in pieces[-1:] if number - 1 in conversation.unlearnt else pieces:
             if (found := text.find(piece.strip(), place)) < 0:
-                raise UserError(
-                    f"sample {conversation.sample_id}: the chat template of {tokenizer_of(processor).name_or_path} "
-                    f"leaves out or changes a part of message {number}, {shown(piece.strip())}; thinking may be in the "
-                    "last answer, or in an earlier one with `weight: 0`"
+                return (
+                    f"sample {conversation.sample_id}: the chat template of {base} leaves out or changes a part of "
+                    f"message {number}, {shown(piece.strip())}; thinking may be in the last answer, or in an earlier "
+                    "one with `weight: 0`"
                 )
             place = 0 if turn["role"] == "system" else found + len(piece.strip())  # it may stand in the last question
+    return None
 
 
 def fuses_with_prompt(processor: Processor, conversation: Conversation) -> bool:

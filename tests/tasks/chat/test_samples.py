@@ -10,11 +10,14 @@ import torch
 
 from stages.core.errors import UserError
 from stages.data.splits import to_row
-from stages.models.prompts import count_tokens, encode, rendered, tokenizer_of, with_options
+from stages.models.prompts import count_tokens, encode, load_processor, rendered, tokenizer_of, with_options
+from stages.tasks.chat import samples
 from stages.tasks.chat.samples import SCHEMA, Message, Record, conversation, probes, read_split
 from stages.training.batches import IGNORED, ConversationCollator
+from tests.plans import changed
 from tests.tasks.chat.conversations import with_images
-from tests.tiny_families import TEMPLATES, VISION, processor_for, tokenizer_for
+from tests.tiny_families import TEMPLATES, VISION, processor_for, save_tiny_family, tokenizer_for
+from tests.training.small import plan_for
 
 MARKUP = (
     *("<|im_start|>system", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end|>", "<|user|>"),
@@ -136,9 +139,9 @@ def test_thinking_is_learnt_where_the_template_is_asked_for_it() -> None:
 @pytest.mark.parametrize(
     ("texts", "problem"),
     [
-        (("17 * 3?", THOUGHT), r"sample a: a model would be trained on .*17 \* 3 = 51.*enable_thinking: true"),
+        (("17 * 3?", THOUGHT), r"sample a: by the chat template of .*, a model would be trained on .*17 \* 3 = 51"),
         (("17 * 3?", THOUGHT, "Sure?", "Yes."), r"leaves out or changes a part of message 2, '17"),
-        (("17 * 3?", "17 * 3 = 51\n</think>\n\n51"), "would be trained on|changes a part of message 2"),
+        (("17 * 3?", "17 * 3 = 51\n</think>\n\n51"), "by the chat template of|changes a part of message 2"),
     ],
 )
 def test_thinking_that_a_template_takes_out_of_an_answer_is_named(
@@ -160,6 +163,21 @@ def test_thinking_that_a_template_takes_out_of_an_answer_is_named(
     else:
         assert THOUGHT[-2:] in rendered(processor, conversation(record, answered=True))
         assert collate.lengths
+
+
+def test_a_sample_that_is_too_long_is_left_out_before_its_template_is_looked_at(tmp_path: Path) -> None:
+    folder = save_tiny_family("qwen3", tmp_path)
+    short, changed_by_template = dialogue("Be brief.", "17 * 3?", "51"), f"<think>{'51? ' * 100}</think>51"
+    plan = changed(plan_for("chat-lora"), base_dir=str(folder), skip_too_long=True, max_length=100)
+    records = [short, replace(short, messages=(*short.messages[:2], Message("assistant", changed_by_template)))]
+    collate = ConversationCollator.for_plan(plan, load_processor(folder, None), records, samples)
+    assert collate.records == [short]
+    assert len(collate.lengths) == 1
+    with pytest.raises(UserError, match="would be trained on"):
+        collate = ConversationCollator.for_plan(
+            changed(plan, max_length=1000), load_processor(folder, None), records, samples
+        )
+        _ = collate.lengths
 
 
 def test_a_text_model_takes_no_images() -> None:
