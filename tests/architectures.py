@@ -20,10 +20,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from stages.core.params.schema import DeviceParams
 from stages.data.conversation import Conversation, message
-from stages.evaluation.generate import decoded
+from stages.evaluation.generate import Ending
 from stages.models.certificate import MergeCertificate
 from stages.models.load import auto_class, load_model
-from stages.models.prompts import Processor, encode, load_processor, tokenizer_of
+from stages.models.prompts import Processor, encode, end_tokens, load_processor, tokenizer_of
 from stages.training.resume import SaveInTime
 from tests.stage_runs import made, run, small_params, write_params
 from tests.tiny import generator_of
@@ -233,11 +233,11 @@ def completions(folder: Path) -> tuple[list[str], list[str]]:
     """Completions in a batch, and those of the model's own `generate` one by one."""
     model, processor = load_tiny(folder)
     together = generator_of(model, processor, batch_size=8, max_new_tokens=NEW_TOKENS).completions(ASKED)
-    alone = []
+    ending, alone = Ending(tokenizer_of(processor), end_tokens(tokenizer_of(processor))), []
     for question in ASKED:
         inputs = encode(processor, [question], padding_side="left")
         ids = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0)[0]
-        alone.append(decoded(tokenizer_of(processor), ids[inputs["input_ids"].shape[1] :].tolist()))
+        alone.append(ending.text(ids[inputs["input_ids"].shape[1] :].tolist()))
     return [*together], alone
 
 

@@ -65,35 +65,44 @@ class Completion(str):  # noqa: SLOT000 - it has an attribute
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a model's completions of a task's questions, and their text."""
+    """Finds where completions of a task's questions end, and their text, in the tokens of any engine."""
 
     tokenizer: PreTrainedTokenizerBase
     ends: set[int]
     """Its end tokens."""
-    complete: Callable[[str], bool] | None
+    complete: Callable[[str], bool] | None = None
     """The task's test of whether a partial completion is complete; None if only the end of the turn ends it."""
 
     @classmethod
-    def of(cls, processor: Processor, samples: ModuleType, answer_format: str | None) -> Ending:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, samples: ModuleType, answer_format: str | None) -> Ending:
         complete = partial(samples.complete, answer_format=answer_format) if hasattr(samples, "complete") else None
-        # A second tokenizer, as a fast one may not encode in one thread while it decodes in another.
-        tokenizer = copy.deepcopy(tokenizer_of(processor))
         return cls(tokenizer, end_tokens(tokenizer), complete)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens up to the first end token, special tokens kept, without a lead (gpt-oss's channel)."""
+        ids = ids[: self._length(ids)]
+        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text.removeprefix(getattr(self.tokenizer, "answer_lead", ""))
 
     def is_whole(self, ids: Sequence[int]) -> bool:
         """Whether the completion ends after these tokens, the last of which is new."""
-        return ids[-1] in self.ends or (self.complete is not None and self.complete(decoded(self.tokenizer, ids)))
+        return ids[-1] in self.ends or (self.complete is not None and self.complete(self.text(ids)))
 
     def whole(self, ids: list[int]) -> list[int]:
         """The tokens of another engine's completion up to where our own model would end it."""
-        beginnings = (ids[:length] for length in range(1, len(ids)))
+        ids = ids[: self._length(ids) + 1]
+        beginnings = (ids[:length] for length in range(1, len(ids))) if self.complete else ()
         return next(filter(self.is_whole, beginnings), ids)
 
     def completion(self, ids: Sequence[int]) -> Completion:
         """The completion of these tokens, the end of its turn among them unless it was cut."""
-        completion = Completion(decoded(self.tokenizer, ids))
-        completion.is_cut = not self.is_whole(ids)
+        completion = Completion(self.text(ids))
+        completion.is_cut = ids[-1] not in self.ends and not (self.complete and self.complete(completion))
         return completion
+
+    def _length(self, ids: Sequence[int]) -> int:
+        """The number of tokens before the first end token."""
+        return next((position for position, token in enumerate(ids) if token in self.ends), len(ids))
 
 
 def warn_of_cuts(completions: Iterable[Completion], max_new_tokens: int) -> None:
@@ -120,15 +129,13 @@ class TextGenerator:
         """The task's samples for this model."""
         return samples_for(self.samples, self.model.config.model_type, self.processor)
 
-    @property
-    def ending(self) -> Ending:
-        return Ending.of(self.processor, self.samples, self.answer_format)
-
     @torch.no_grad()  # in inference mode nothing that it caches could be used in training
     def completions(self, questions: Sequence[Conversation]) -> list[Completion]:
         """The completion of each of these conversations, which end with a question, in order. The log says how many
         were cut at max_new_tokens."""
-        ending, max_new_tokens = self.ending, self.settings.max_new_tokens
+        # A second tokenizer, as a fast one may not encode in one thread while it decodes in another.
+        ending = Ending.of(copy.deepcopy(tokenizer_of(self.processor)), self.samples, self.answer_format)
+        max_new_tokens = self.settings.max_new_tokens
         at_once, room = prefill_batch_size(self.batch_size), self.settings.room
         batches = encoded_batches(self.processor, questions, at_once, padding_side="left", max_length=room)
         progress = Progress("completions %d/%d  %.1f samples/s", len(questions))
@@ -362,14 +369,6 @@ def _first_pass(
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
     """logits: (B, T, vocabulary). Returns (B, 1): the next token of each row."""
     return logits[:, -1].float().argmax(dim=-1)[:, None]
-
-
-def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of a completion up to the first end token, special tokens kept, without a lead (gpt-oss's channel)."""
-    ends = end_tokens(tokenizer)
-    length = next((position for position, token in enumerate(ids) if token in ends), len(ids))
-    text = tokenizer.decode(ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text.removeprefix(getattr(tokenizer, "answer_lead", ""))
 
 
 def longest_first(conversations: Sequence[Conversation], batch_size: int) -> list[list[int]]:

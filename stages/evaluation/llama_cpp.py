@@ -34,7 +34,7 @@ from stages.evaluation.likelihood import AnswerLikelihood, finite
 from stages.evaluation.llama_api import log_probs
 from stages.exporting.certificate import require_llama_cpp
 from stages.models.folders import GGUF_FILE
-from stages.models.prompts import Processor, encode, load_processor
+from stages.models.prompts import Processor, encode, load_processor, tokenizer_of
 from stages.planning.memory_use import MemoryLog
 
 
@@ -70,9 +70,12 @@ class LlamaCpp:
 
     def completions(self, questions: Sequence[Conversation]) -> list[Completion]:
         """The completion of each of these unanswered conversations, in order."""
-        ending = Ending.of(self.processor, self.model_samples, self.answer_format)
-        completions = [ending.completion(ending.whole(tokens)) for tokens in self.tokens(questions)]
-        warn_of_cuts(completions, self.settings.max_new_tokens)
+        ending = Ending.of(tokenizer_of(self.processor), self.model_samples, self.answer_format)
+        completions, limit = [], self.settings.max_new_tokens
+        for tokens in self.tokens(questions):
+            completions.append(completion := ending.completion(ending.whole(tokens)))
+            completion.is_cut &= len(tokens) >= limit  # a file may have further end tokens
+        warn_of_cuts(completions, limit)
         return completions
 
     def tokens(self, questions: Sequence[Conversation]) -> list[list[int]]:

@@ -17,12 +17,13 @@ from stages.core.params.schema import DeviceParams, EvaluationParams
 from stages.core.tasks import load_task
 from stages.data.conversation import Conversation, message
 from stages.evaluation.generate import (
+    Ending,
     batch_size_for,
     encoded_batches,
     load_generator,
 )
 from stages.models.load import load_model
-from stages.models.prompts import Processor, encode, load_processor, tokenizer_of
+from stages.models.prompts import Processor, encode, end_tokens, load_processor, tokenizer_of
 from stages.planning.ladder import prefill_batch_size
 from tests import ROOT
 from tests.tiny import generator_of, table_conversation
@@ -154,6 +155,16 @@ def test_a_completion_ends_when_it_is_complete(tiny_vlm: Path) -> None:
     assert ended == [next(filter(complete, completions)) for completions in zip(*growing, strict=True)]
     assert not any(completion.is_cut for completion in ended)
     assert len({len(completion) for completion in ended}) > 1, "else they would all end together"
+
+
+def test_another_engines_completion_is_cut_at_the_first_end_and_read_only_if_a_task_may_end_it(tiny_dense: Any) -> None:
+    unread: Any = None
+    assert Ending(unread, {8, 9}).whole([1, 9, 2, 8]) == [1, 9]
+    assert Ending(unread, {8, 9}).whole([1, 2]) == [1, 2]
+    tokenizer = tiny_dense[1]
+    ids = tokenizer("It was said.<|im_end|>").input_ids
+    whole = Ending(tokenizer, end_tokens(tokenizer), lambda text: "was" in text).whole(ids)
+    assert tokenizer.decode(whole) == "It was"
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

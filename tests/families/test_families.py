@@ -20,7 +20,7 @@ from PIL import Image
 from stages.core.errors import UserError
 from stages.core.families import FAMILIES, family_of, require_precision, unlisted_words
 from stages.data.conversation import Conversation, message
-from stages.evaluation.generate import decoded
+from stages.evaluation.generate import Ending
 from stages.models.adapters import part_of
 from stages.models.kernels import PACKED
 from stages.models.load import meta_model, new_model
@@ -104,7 +104,7 @@ def test_the_end_of_a_turn_ends_a_completion_and_a_saved_tokenizer_keeps_no_trac
 ) -> None:
     folder, end = save_tiny_family(name, tmp_path), ENDS.get(name, "<|im_end|>")
     tokenizer = tokenizer_of(load_processor(folder, None))
-    assert decoded(tokenizer, tokenizer(f"Yes{end}\nNo").input_ids) == "Yes"
+    assert Ending(tokenizer, end_tokens(tokenizer)).text(tokenizer(f"Yes{end}\nNo").input_ids) == "Yes"
     processor_for(name).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert saved["tokenizer_class"]

@@ -10,16 +10,18 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from stages.core.errors import UserError
 from stages.core.params.schema import TemplateOptions
 from stages.data.conversation import Conversation, message
-from stages.evaluation.generate import decoded
+from stages.evaluation.generate import Ending
 from stages.models.answers import ANSWER, NEXT, Messages, Turn, answer_spans, find_turn, training_text
 from stages.models.prompts import (
     OPTIONS,
     check_carried,
     check_chat_template,
     encode,
+    end_tokens,
     fuses_with_prompt,
     load_processor,
     rendered,
+    tokenizer_of,
     with_options,
 )
 from stages.training.batches import ConversationCollator
@@ -282,8 +284,9 @@ def test_a_completion_is_scored_without_what_the_template_writes_before_an_answe
     batch = encode(processor, [asked], padding_side="right", mark_answers=True)
     learnt = batch["input_ids"][batch["answers"]].tolist()
     assert processor.decode(learnt) == f"{lead}You.<|im_end|>"
-    assert decoded(processor, learnt) == "You."
-    assert decoded(processor, learnt[-2:]) == processor.decode(learnt[-2:-1])
+    ending = Ending(tokenizer_of(processor), end_tokens(tokenizer_of(processor)))
+    assert ending.text(learnt) == "You."
+    assert ending.text(learnt[-2:]) == processor.decode(learnt[-2:-1])
 
 
 def test_options_and_dates_are_part_of_the_template_that_a_trained_model_is_saved_with() -> None:

@@ -33,7 +33,7 @@ from stages.core.records import STRICT_OR_NAN, StageFile
 from stages.core.signals import end_with_parent
 from stages.data.conversation import Conversation
 from stages.data.images import ImageRecord
-from stages.evaluation.generate import TextGenerator, warn_of_cuts
+from stages.evaluation.generate import Ending, TextGenerator, warn_of_cuts
 from stages.evaluation.vllm.environment import WORKER, Installed, engine_options, installed
 from stages.models.prompts import Processor, encode, end_tokens, load_processor, rendered, shortened, tokenizer_of
 from stages.planning.memory_use import says_out_of_memory
@@ -196,7 +196,7 @@ class VllmEngine:
         early.
         """
         limit, tolerance = self.profile.evaluation.max_new_tokens, TOLERANCE[self.profile.memory.precision]
-        ending = generator.ending
+        ending = Ending.of(tokenizer_of(generator.processor), generator.samples, generator.answer_format)
         whole = [completion.until(len(ending.whole(completion.tokens))) for completion in result.completions]
         texts = [ending.completion(completion.tokens) for completion in whole]
         for question, completion, text in zip(self.questions, whole, texts, strict=True):
