@@ -248,6 +248,9 @@ def test_a_merge_without_weights_is_evaluated_to_the_same_predictions(workspace:
     replace(certificate, weights_digest="0" * 64).write(run_dir / "merge.json")
     assert "000000000000" in refused("evaluate", "r1-llm-only")
     certificate.write(run_dir / "merge.json")
+    parents = {"base": (base := Path("data/bases/vlm"), read_lineage(base))}
+    write_lineage(run_dir / "trained", kind="trained", name="another training", parents=parents)
+    assert "merged was merged from" in refused("evaluate", "r1-llm-only")
     flip(run_dir / "trained/adapter/adapter_model.safetensors")
     assert "trained was recorded with content" in refused("evaluate", "r1-llm-only")
 

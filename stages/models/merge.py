@@ -109,17 +109,22 @@ def load_certified(folder: Path, *, device: DeviceParams, precision: str, attn: 
     """
     if has_weights(folder):
         return load_model(folder, device=device, precision=precision, attn=attn)
-    trained_dir, fix = folder.with_name("trained"), rebuild(f"merge@{read_lineage(folder).name}")
-    base_dir = true_base(trained_dir)
-    require_base(trained_dir, base_dir, fix=fix)
+    lineage, base_dir, trained_dir = read_lineage(folder), true_base(folder), folder.with_name("trained")
+    fix = rebuild(f"merge@{lineage.name}")
+    trained, _ = require_base(trained_dir, base_dir, fix=fix)
+    if trained != (wanted := lineage.parents["trained"].lineage):
+        raise UserError(
+            f"{folder} was merged from {short(wanted.digest)}, but {trained_dir} holds {short(trained.digest)}; "
+            f"rebuild it with: {fix}"
+        )
     log.info("%s has no weights: merging %s into %s again, in memory", folder, trained_dir, base_dir)
     base = load_model(base_dir, device=device, precision=precision, attn=attn)
     model = merge_trained(load_trained(base, trained_dir))
     found = combined_digest(weight_digests(model))
-    wanted = MergeCertificate.read(folder.with_name("merge.json"), fix=fix).weights_digest
-    if found != wanted:
+    certified = MergeCertificate.read(folder.with_name("merge.json"), fix=fix).weights_digest
+    if found != certified:
         raise UserError(
-            f"merging {trained_dir} into {base_dir} again gave weights {short(found)}, but {short(wanted)} were "
+            f"merging {trained_dir} into {base_dir} again gave weights {short(found)}, but {short(certified)} were "
             f"certified, perhaps on another kind of device; certify them here with: {fix}"
         )
     return model
