@@ -17,14 +17,15 @@ Exits with code 79 on out-of-memory; the launcher restarts it with half the batc
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import isfinite
 from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from peft import PeftModel
 
 from stages.core.atomic import atomic_folder
 from stages.core.errors import configure_logging
@@ -89,14 +90,16 @@ def main(recipe: str, attempt: int) -> None:
             trained_quantization=quantization,
         )
         if quantization != "none":
-            task, generator = some_samples(plan, params.active.evaluation, processor, attempt)
-            ours = task.score(generator(model=merged))
+            task, generator_of = scored_samples(plan, params.active.evaluation, processor, attempt)
+            ours = task.score(generator_of(merged))
             del merged  # the next model needs its memory
             quantized = load(base_dir, quantization)
             untrained_logits = probe_logits(quantized, processor, probes)
-            trained_logits = probe_logits(load_trained(quantized, trained_dir).eval(), processor, probes)
-            deviation = relative_deviation(logits, trained_logits, untrained_logits)
-            cost = quantization_cost(deviation, ours, task, generator(model=quantized))
+            adapted = load_trained(quantized, trained_dir).eval()
+            assert isinstance(adapted, PeftModel), "weights in 4 bits are trained by adapters alone"
+            deviation = relative_deviation(logits, probe_logits(adapted, processor, probes), untrained_logits)
+            generator = generator_of(adapted.get_base_model())
+            cost = quantization_cost(deviation, ours, task.score(generator), generator.batch_size)
             certificate = replace(certificate, quantization_cost=cost)
             log.info("trained on %s weights: %s", quantization, summary(cost.trained, task.scoring))
             log.info("merged into unquantized ones: %s; %s", summary(cost.merged, task.scoring), cost)
@@ -105,31 +108,30 @@ def main(recipe: str, attempt: int) -> None:
     log.info("merged %s, content %s: %s", recipe, short(certificate.merged_digest), certificate)
 
 
-def quantization_cost(deviation: float, merged: Scored, task: Task, trained: TextGenerator) -> QuantizationCost:
-    """Compare a merged model with its adapter on the quantized base that it was trained on.
+def quantization_cost(deviation: float, merged: Scored, trained: Scored, batch_size: int) -> QuantizationCost:
+    """Compare a merged model with what was trained, an adapter on a quantized base.
 
-    deviation: of their logits. merged: scores of the merged model. trained: of that base with the
-    adapter in it.
+    deviation: of their logits. merged, trained: their scores, in batches of `batch_size`.
     """
-    scored = task.score(trained)
     return QuantizationCost(
         logit_deviation=deviation if isfinite(deviation) else None,
-        samples=len(task.records),
-        batch_size=trained.batch_size,
-        same_completions=sum(map(eq, merged.completions, scored.completions)),
-        trained=scored.metrics,
+        samples=len(merged.completions),
+        batch_size=batch_size,
+        same_completions=sum(map(eq, merged.completions, trained.completions)),
+        trained=trained.metrics,
         merged=merged.metrics,
     )
 
 
-def some_samples(
+def scored_samples(
     plan: Plan, settings: EvaluationParams, processor: Processor, attempt: int
-) -> tuple[Task, partial[TextGenerator]]:
-    """Some validation samples, and the generator of a model's completions of them, which wants the model."""
+) -> tuple[Task, Callable[[PreTrainedModel], TextGenerator]]:
+    """The task with the first SCORED_SAMPLES validation samples, and the function that makes their generator of a
+    model."""
     records = load_task(plan.recipe.task, "samples").read_split(Path(plan.data_dir), "val")[:SCORED_SAMPLES]
     task = Task(name=plan.recipe.task, answer_format=plan.recipe.answer_format, records=records)
-    return task, partial(
-        TextGenerator,
+    return task, lambda model: TextGenerator(
+        model=model,
         processor=processor,
         samples=task.samples,
         answer_format=task.answer_format,
