@@ -40,7 +40,8 @@ def main(name: str) -> None:
     params = load_params()
     build, precision = params.build(name), params.active.memory.precision
     limit_visible_gpus(device := params.active.device.one())
-    base, experts = made_model(build.base), {name: made_model(f"runs/{name}/merged") for name in build.recipes}
+    base = made_model(build.base)
+    experts = {recipe: made_model(f"runs/{recipe}/merged") for recipe in build.recipes}
     for folder, _ in experts.values():
         require_weights(folder)
     probes = {expert.recipe: probes_of(expert, params.recipe(expert.recipe)) for expert in build.experts}
