@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from peft import PeftModel
 
 from stages.core.atomic import atomic_folder
 from stages.core.errors import configure_logging
@@ -90,6 +89,8 @@ def main(recipe: str, attempt: int) -> None:
             trained_quantization=quantization,
         )
         if quantization != "none":
+            from peft import PeftModel
+
             task, generator_of = scored_samples(plan, params.active.evaluation, processor, attempt)
             ours = task.score(generator_of(merged))
             del merged  # the next model needs its memory

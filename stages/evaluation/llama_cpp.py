@@ -73,8 +73,9 @@ class LlamaCpp:
         ending = Ending.of(tokenizer_of(self.processor), self.model_samples, self.answer_format)
         completions, limit = [], self.settings.max_new_tokens
         for tokens in self.tokens(questions):
-            completions.append(completion := ending.completion(ending.whole(tokens)))
+            completion = ending.completion(ending.whole(tokens))
             completion.is_cut &= len(tokens) >= limit  # a file may have further end tokens
+            completions.append(completion)
         warn_of_cuts(completions, limit)
         return completions
 
