@@ -159,15 +159,12 @@ def test_answers_that_do_not_fit_are_refused_with_their_samples() -> None:
     assert f"no answer: {ids[1]!r}" in message
 
 
-def test_a_row_of_answers_needs_a_format_and_no_gpu() -> None:
+def test_a_row_of_answers_has_the_form_of_its_format_and_needs_no_gpu() -> None:
     params = load_params().on("qwen25-7b")
     request = Request(stage="evaluate", args=("peer-amr",), params=params, stages=(), workspace_dir=Path(), caller={})
     assert request.num_gpus == 0
     amr_records()
     raw = read_params()
-    raw["baselines"]["peer-amr"]["answer_format"] = None
-    write_params(raw)
-    assert "baselines.peer-amr.answer_format is None; expected full, ptr, mtup" in refused("evaluate", "peer-amr")
     raw["baselines"]["submission"]["answer_format"] = "ptr"
     write_params(raw)
     Path("data/answers/submission.txt").write_text("#::snt a\n(a / a)\n")

@@ -231,7 +231,7 @@ def at_step(number: int) -> Place:
 
 
 def after_the_first_completions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(generate, "decoded", too_much)
+    patch.setattr(generate.Ending, "completion", too_much)
 
 
 def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> int:

@@ -272,7 +272,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "amr",
         {"recipes.amr-mtup.answer_format": "penman"},
         "amr-mtup",
-        "amr-mtup.answer_format is penman; expected full, ptr, mtup",
+        "amr-mtup.answer_format: is penman; expected full, ptr, mtup",
     ),
     ("chat with images", {"recipes.chat-full.parts": {"vision": "full"}}, "chat-full", "train llm too"),
     (
