@@ -90,10 +90,12 @@ def task_of(params: Params, name: str) -> Task:
     """The task of a run. Raises UserError for a damaged model of the task's own."""
     subject = params.subject(name)
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
-    trained = subject if name in params.baselines else read_plan(params.recipe_name(name)).recipe
+    answer_format = subject.answer_format
+    if name not in params.baselines:
+        answer_format = read_plan(params.recipe_name(name)).recipe.answer_format
     return Task(
         name=subject.task,
-        answer_format=trained.answer_format,
+        answer_format=answer_format,
         records=samples.read_split(Path("data/prepared") / subject.data, params.scored),
         models=scoring.models() if hasattr(scoring, "models") else {},
     )

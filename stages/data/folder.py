@@ -92,8 +92,8 @@ class Folder:
         """Path and content of the image of a name, with or without suffix and folders, in a file `near` it.
 
         Of several, the one with most of these folders, which may be of another root; then the one beside that file, or
-        else the only one of its split. Raises UserError if there is none, or still more than one, or if it was
-        found for a name in other folders, neither of which are the end of the others.
+        else the only one of its split. Raises UserError if there is none, or still more than one, or if it was found
+        for a name in other folders, where neither name ends with the other's.
         """
         wanted, beside = PurePosixPath(composed(name).replace("\\", "/")), PurePosixPath(near).parent
         found = self._by_name.get(wanted.name, [])

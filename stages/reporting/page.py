@@ -147,9 +147,9 @@ def render_page(comparison: Comparison, *, profile: str) -> str:
     )
     environment.globals["cell_text"] = cell_text
     report, runs = comparison.report, comparison.runs
-    numbers = itertools.cycle(range(1, 8))
-    # A recipe has its colour whether or not others were run.
-    colours = {each.name: f"series-{next(numbers) if each.baseline else 0}" for each in comparison.contenders}
+    # Grey for baselines, and for each recipe its own, whether or not others were run.
+    recipes = itertools.cycle(f"series-{number}" for number in range(1, 8))
+    colours = {each.name: next(recipes) if each.baseline else "series-0" for each in comparison.contenders}
     return environment.get_template(TEMPLATE).render(
         comparison=comparison,
         report=report,

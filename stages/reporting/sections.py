@@ -376,11 +376,11 @@ def trainable_table(runs: Sequence[Run]) -> Table:
         Column("all", "All parameters", ","),
         Column("share", "Share", ".2%"),
     )
-    rows = [
-        (name, *(count.get(part) for part in parts), total, everything, total / everything if everything else None)
-        for name, count in counts.items()
-        for total, everything in [(count.get("total", 0), count.get("all", 0))]
-    ]
+    rows = []
+    for name, count in counts.items():
+        total, everything = count.get("total"), count.get("all")
+        share = total / everything if total is not None and everything else None
+        rows.append((name, *(count.get(part) for part in parts), total, everything, share))
     return Table.of(columns, rows, title="Trained parameters")
 
 

@@ -94,7 +94,7 @@ class Record:
     def opening_digests(self) -> Iterator[str]:
         """A digest of all messages and images through each message, equal for conversations that differ only in white
         space, case or the encoding of an image."""
-        begun = hashlib.sha256()
+        begun = hashlib.sha256()  # of the JSON of one list, which grows: a long conversation is hashed once
         for number, each in enumerate(self.messages):
             begun.update((", " if number else "[").encode() + json.dumps([each.role, same_text(each.content)]).encode())
             shown_by = [[image.message, image.sha256] for image in self.shown_images if image.message <= number]
