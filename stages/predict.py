@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from stages.core.atomic import atomic_write
-from stages.core.errors import configure_logging
+from stages.core.errors import configure_logging, pluralize
 from stages.core.given_files import require_own
 from stages.core.params import load_params
 from stages.core.tasks import load_task
@@ -56,7 +56,7 @@ def main(name: str, attempt: int) -> None:
     path = Path("data/predictions") / f"{name}.txt"
     atomic_write(submission.text, path)
     memory.finish("predict", name)
-    log.info("%s: %d completions of %s; %s", path, len(inputs), wanted.recipe, submission.summary())
+    log.info("%s: %s of %s; %s", path, pluralize(len(inputs), "completion"), wanted.recipe, submission.summary())
 
 
 if __name__ == "__main__":

@@ -154,8 +154,9 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
             files = DVCFileSystem(rev=resolve_rev(repo.scm, revision))  # it takes an unknown one for an empty folder
         lock = _stages(files.read_text("dvc.lock")) if files.exists("dvc.lock") else {}
         made = [Path(output["path"]) for entry in lock.values() for output in entry.get("outs", [])]
+        # DVC keeps stages in dvc.lock that params.yaml no longer has, and finds no outputs of theirs.
         for path in made:  # an output of a stage that has not run cannot be copied, nor a folder that it is in
-            if any(
+            if files.exists(path.as_posix()) and any(
                 path.is_relative_to(folder)
                 for folder in (report_runs_dir(data, task), Path(PROVENANCE_DIR), memory_dir)
             ):
