@@ -146,24 +146,24 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
     from dvc.scm import SCMError, resolve_rev
+    from dvc_data.index import DataIndexDirError
 
     data_dir, data = folder / name / "data", Path("data")
     memory_dir = stage_memory_path(data, task, name="any", stage="any").parent.parent
+    wanted = (report_runs_dir(data, task), Path(PROVENANCE_DIR), memory_dir)
     try:
         with Repo() as repo:
             files = DVCFileSystem(rev=resolve_rev(repo.scm, revision))  # it takes an unknown one for an empty folder
         lock = _stages(files.read_text("dvc.lock")) if files.exists("dvc.lock") else {}
         made = [Path(output["path"]) for entry in lock.values() for output in entry.get("outs", [])]
-        # DVC keeps stages in dvc.lock that params.yaml no longer has, and finds no outputs of theirs.
-        for path in made:  # an output of a stage that has not run cannot be copied, nor a folder that it is in
-            if files.exists(path.as_posix()) and any(
-                path.is_relative_to(folder)
-                for folder in (report_runs_dir(data, task), Path(PROVENANCE_DIR), memory_dir)
-            ):
+        # An output of a stage that has not run cannot be copied, nor a folder that it is in; nor one of a stage that
+        # dvc.yaml no longer has, which DVC keeps in dvc.lock.
+        for path in made:
+            if any(path.is_relative_to(each) for each in wanted) and files.exists(path.as_posix()):
                 target = data_dir / path.relative_to(data)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 files.get(path.as_posix(), str(target), recursive=True)
-    except (DvcException, SCMError, OSError) as error:
+    except (DvcException, SCMError, DataIndexDirError, OSError) as error:
         raise UserError(
             f"experiment {name} cannot be read: {error}; if it was run elsewhere: dvc exp pull REMOTE {name}"
         ) from None

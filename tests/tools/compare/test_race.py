@@ -31,7 +31,7 @@ from tests.made_up_runs import project_params
 from tests.reporting.test_compare import REPORT, run_of, scores_around
 from tests.stage_runs import read_params, write_workspace
 from tools.compare import __main__ as command
-from tools.compare.experiments import fetch, named_revisions
+from tools.compare.experiments import WORKSPACE, fetch, named_revisions
 from tools.compare.race import cost_words, racing_recipes, standing
 
 SEEDS = list(range(42, 54))
@@ -195,3 +195,12 @@ def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path, monkeypa
     assert {*NAMES[1:]} <= {*found[-1].evaluated("detection")}
     with pytest.raises(UserError, match="experiment seed-45 cannot be read"):
         fetch("seed-45", "seed-45", "detection", tmp_path / "fetched")
+    # On a machine that has the commits of an experiment, and not its files.
+    for listing in (workspace / ".dvc/cache").rglob("*.dir"):
+        listing.unlink()
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
+    name, revision = next(each for each in revisions.items() if each[0] != WORKSPACE)
+    with pytest.raises(
+        UserError, match=f"experiment {name} cannot be read: failed to load directory .* dvc exp pull REMOTE {name}"
+    ):
+        fetch(name, revision, "detection", tmp_path / "fetched again")
