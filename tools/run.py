@@ -24,13 +24,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from stages.core.atomic import atomic_write
 from stages.core.environment import usable_cores
-from stages.core.errors import UserError, pluralize
+from stages.core.errors import UserError, listed, pluralize
 from stages.core.locks import hold
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
@@ -38,6 +38,9 @@ from stages.launcher.gpus import leasable, read_gpus
 from stages.launcher.pipeline import gpus_wanted
 from stages.launcher.process import forwarded_signals, start, wait_for
 from stages.launcher.slurm import runs_in_slurm
+
+if TYPE_CHECKING:
+    from dvc.stage import Stage
 
 LOCK_PATH = Path(".bakeoff/run.lock")
 LOGS_DIR = Path(".bakeoff/logs")
@@ -101,7 +104,7 @@ def steps_of(targets: Sequence[str], device: DeviceParams, *, force: bool) -> tu
     """(the stages that the targets need and that may have something to do, by name; how many are up to date).
 
     They come in the order in which `dvc repro` would run them. A stage is among them if its inputs may yet change, and
-    DVC looks again when its turn comes. Raises UserError if DVC refuses.
+    DVC looks again when its turn comes. Raises UserError if DVC refuses, and for inputs that nothing makes.
     """
     from dvc.exceptions import DvcException
     from dvc.repo import Repo, lock_repo
@@ -111,6 +114,7 @@ def steps_of(targets: Sequence[str], device: DeviceParams, *, force: bool) -> tu
         with Repo(_wait_for_lock=True) as repo, lock_repo(repo):
             graph = get_active_graph(repo.index.graph)
             stages = plan_repro(graph, collect_stages(repo, targets or ["dvc.yaml"]))
+            refuse_unmade_inputs(stages, [Path(out.fspath) for out in repo.index.outs])
             waits_for = {stage.addressing: {other.addressing for other in graph.successors(stage)} for stage in stages}
             changed = set(waits_for) if force else set(repo.status(targets=list(waits_for)))
     except DvcException as error:
@@ -121,6 +125,21 @@ def steps_of(targets: Sequence[str], device: DeviceParams, *, force: bool) -> tu
         if name in changed or others & steps.keys():
             steps[name] = Step(frozenset(others & steps.keys()), gpus_wanted(kinds[name], device))
     return steps, len(waits_for) - len(steps)
+
+
+def refuse_unmade_inputs(stages: Iterable[Stage], outs: Sequence[Path]) -> None:
+    """Raises UserError for inputs that are not here and that no stage makes. outs: of all stages of dvc.yaml."""
+    unmade: dict[str, str] = {}
+    for stage in stages:
+        for dep in (dep for dep in stage.deps if not dep.exists):
+            path = Path(dep.fspath)
+            if not any(path.is_relative_to(out) or out.is_relative_to(path) for out in outs):
+                unmade[str(dep)] = f"{dep}, for {stage.addressing}"
+    if unmade:
+        raise UserError(
+            f"not here, and made by no stage of dvc.yaml:\n{listed([*unmade.values()])}\n"
+            "a dataset has to be named in stages.prepare.foreach, a base in stages.base.foreach"
+        )
 
 
 def num_gpus(params: Params, *, jobs: int) -> int:

@@ -63,7 +63,10 @@ class Task:
     @cached_property
     def questions(self) -> list[Conversation]:
         ask = partial(self.samples.conversation, answered=False, answer_format=self.answer_format)
-        return [ask(record) for record in self.records]
+        asked = [ask(record) for record in self.records]
+        if answered := [each.sample_id for each in asked if each.answered()]:
+            raise ValueError(f"task {self.name}: conversation(answered=False) answers {join_truncated(answered)}")
+        return asked
 
     def score(self, generator: TextGenerator | LlamaCpp, completions: list[str] | None = None) -> Scored:
         """Have the model complete the questions, and score its completions; or score `completions`, another engine's

@@ -152,8 +152,11 @@ def refuse_missing_deps(request: Request) -> None:
     if request.stage == "build" and request.name in params.builds:
         for recipe in params.builds[request.name].recipes:
             needed += [("deps", f"data/runs/{recipe}/merged"), ("params", f"recipes.{recipe}")]
-    elif request.stage == "prepare" and request.name in params.active.datasets:
-        needed += [("deps", f"data/prepared/{part}") for part in params.active.datasets[request.name].mix or ()]
+    elif dataset := params.active.datasets.get(request.name) if request.stage == "prepare" else None:
+        if f"stages/tasks/{dataset.task}/sources" not in declared.deps:
+            place = f"stages.prepare.foreach.{request.name}.task"
+            raise UserError(f"{place} of dvc.yaml is not {dataset.task}, which the dataset is in params.yaml")
+        needed += [("deps", f"data/prepared/{part}") for part in dataset.mix or ()]
     kind = declared.name.partition("@")[0]
     lacking = [f"stages.{kind}.do.{key}:  - {line}" for key, line in needed if line not in getattr(declared, key)]
     if lacking:

@@ -10,6 +10,7 @@ from PIL import Image
 
 from stages.core.errors import UserError
 from stages.evaluation.score import EXAMPLES, Task, failures, mark_examples, read_completions
+from tests.tasks.chat.conversations import record as conversation
 from tests.tasks.detection.rows import record
 
 SCORING: Any = SimpleNamespace(ordered_by=lambda record: "score")
@@ -57,6 +58,13 @@ def test_each_kind_of_failure_has_its_examples(tmp_path: Path) -> None:
 def test_random_examples_are_the_same_for_every_model(tmp_path: Path) -> None:
     one, two = (marked(tmp_path, [score] * 9) for score in (0.1, 0.9))
     assert [one[f"random-{rank}"] for rank in (1, 2, 3)] == [two[f"random-{rank}"] for rank in (1, 2, 3)]
+
+
+def test_a_question_with_its_answer_is_refused() -> None:
+    asked = conversation("Who?", "You.")
+    answered = replace(asked, messages=(*asked.messages, asked.messages[-1]))
+    with pytest.raises(ValueError, match=r"task chat: conversation\(answered=False\) answers a:1"):
+        Task(name="chat", answer_format=None, records=[asked, answered]).questions  # noqa: B018
 
 
 def test_answers_to_samples_of_one_id_are_refused(tmp_path: Path) -> None:

@@ -172,6 +172,15 @@ def test_dependencies_that_dvc_yaml_lacks_are_refused_with_the_lines_to_add() ->
         assert all(f"stages.{stage}.do.{line}" in refusal.value.message for line in lines)
 
 
+def test_a_dataset_that_dvc_yaml_prepares_as_another_task_is_refused() -> None:
+    other = replace(PARAMS.active.datasets["conversations"], task="amr")
+    profile = replace(PARAMS.active, datasets={**PARAMS.active.datasets, "conversations": other})
+    with pytest.raises(UserError, match=r"stages\.prepare\.foreach\.conversations\.task of dvc.yaml is not amr"):
+        refuse_missing_deps(
+            request("prepare", "conversations", params=replace(PARAMS, profiles={PARAMS.profile: profile}))
+        )
+
+
 def test_online_tracking_is_refused_in_a_container_alone() -> None:
     params = replace(PARAMS, tracking=replace(PARAMS.tracking, to=("wandb",), wandb_mode="online"))
     container = ApptainerEngine(name="apptainer", sif_path=Path("cpu.sif"), image=("bakeoff:cpu", "sha256:0"))

@@ -241,6 +241,11 @@ def test_cores_are_shared_and_dvcs_refusal_is_shown(workspace: Workspace) -> Non
     refused = side_by_side(workspace, "no-such")
     assert refused.code == 1
     assert re.search("Error: DVC refuses: .*no-such", refused.output, re.DOTALL)
+    with (workspace.folder / "dvc.yaml").open("a") as pipeline:
+        pipeline.write("  plan:\n    cmd: exec docker/run plan\n    deps: [data/prepared/mine, out]\n")
+    refused = side_by_side(workspace, "plan")
+    assert refused.code == 1
+    assert "made by no stage of dvc.yaml:\n  data/prepared/mine, for plan\n" in refused.output
 
 
 WAITING = """

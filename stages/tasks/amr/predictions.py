@@ -17,6 +17,9 @@ from stages.tasks.amr.samples.graphs import Node, penman_lines
 
 log = logging.getLogger(__name__)
 
+_OF_GRAPH = re.compile(r"\s*[(:)]")
+_FIELD = re.compile(r"\s*#\s*::")
+
 EMPTY = Node("amr-empty")
 """Replaces a completion without any graph, because a block has to hold one."""
 
@@ -38,7 +41,8 @@ def read_inputs(path: Path) -> list[str]:
     """The sentences of a file: its `#::snt` lines if it has any (graphs are skipped), or else its lines that are not
     blank.
 
-    Raises UserError if the file is missing, empty or not UTF-8, and for a block without a sentence.
+    Raises UserError if the file is missing, empty or not UTF-8, for a block without a sentence, and for lines of the
+    other form.
     """
     try:
         lines = read_lines(path)
@@ -47,8 +51,16 @@ def read_inputs(path: Path) -> list[str]:
     blocks = list(read_blocks(lines))
     if any(block.sentence is not None for block in blocks):
         numbered = [(block.line, block.sentence) for block in blocks]
+        if stray := [line for block in blocks for line in block.graph if line and not _OF_GRAPH.match(line)]:
+            raise UserError(
+                f"{path} line {lines.index(stray[0]) + 1}: neither a graph nor marked as a sentence, as others are; "
+                "expected #::snt SENTENCE"
+            )
     else:
         numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
+        if fields := [line for line in lines if _FIELD.match(line)]:
+            number = lines.index(fields[0]) + 1
+            raise UserError(f"{path} line {number}: a comment, and no sentence is marked; expected #::snt SENTENCE")
         if blank := numbered[-1][0] - len(numbered):
             log.warning("%s: %s between sentences skipped", path, pluralize(blank, "blank line"))
     for number, sentence in numbered:

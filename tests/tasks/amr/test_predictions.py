@@ -39,6 +39,9 @@ def test_sentences_are_read_from_every_form(tmp_path: Path, content: str) -> Non
         (b"t\xf4i\n", "not UTF-8: byte 0xf4 in line 1"),
         (b"#::snt a\n(a / a)\n\n#::snt \n(b / b)\n", "line 4: an empty sentence"),
         (b"(a / a)\n\n#::snt b\n(b / b)\n", "line 1: no sentence above this"),
+        (b"#::snt a\nb\n#::snt c\n", "line 2: neither a graph nor marked as a sentence, as others are"),
+        (b"#::snt a\n(a / a\n    :op1 1)\nb\n", "line 4: neither a graph nor marked as a sentence, as others are"),
+        (b"# ::id 1\na\n# ::id 2\nb\n", "line 1: a comment, and no sentence is marked; expected #::snt SENTENCE"),
         (b"a\nb <|im_end|>\n", r"line 2: a text holds chat markup, <\|im_end\|>"),
     ],
 )
