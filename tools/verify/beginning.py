@@ -18,7 +18,7 @@ from typing import Any
 import click
 import pyarrow.parquet as pq
 
-from stages.core.errors import UserError, join_truncated, pluralize
+from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.params import load_params
 from stages.core.records import shown
 from stages.launcher.pipeline import DeclaredStage
@@ -33,12 +33,14 @@ Trace = list[tuple[str, str]]
 def rerun_steps(workspace_dir: Path, name: str, num_steps: int, *, keep: bool) -> int:
     """Plan a recipe again, and run the first steps of its training; returns the exit code.
 
-    Raises UserError for another stage, for missing inputs or outputs, and if a stage fails.
+    Raises UserError for another stage, for missing inputs or outputs, for other data, settings or outputs than in
+    dvc.lock, and if a stage fails.
     """
     stage, stages = stage_to_compare(workspace_dir, name)
     kind, _, recipe = name.partition("@")
     if kind != "train":
         raise UserError(f"STEPS goes with RERUN=train@RECIPE, not with {name}")
+    _require_only_code_changed(name)
     run_dir, plan = Path("data/runs") / recipe, stages[f"plan@{recipe}"]
     with (workspace_dir / run_dir / "training/trace.csv").open(encoding="utf-8") as file:
         recorded = [(row["loss"], row["grad_norm"]) for row in csv.DictReader(file)]
@@ -67,6 +69,7 @@ def rerun_samples(workspace_dir: Path, name: str, num_samples: int, *, keep: boo
     kind, _, run = name.partition("@")
     if kind not in ("evaluate", "baseline"):
         raise UserError(f"SAMPLES goes with RERUN=evaluate@RECIPE or RERUN=baseline@NAME, not with {name}")
+    _require_only_code_changed(name)
     params, predictions = load_params(workspace_dir / "params.yaml"), Path("data/runs") / run / "predictions.parquet"
     recorded = pq.read_table(workspace_dir / predictions).to_pylist()
     num_samples = min(num_samples, len(recorded))
@@ -88,6 +91,29 @@ def rerun_samples(workspace_dir: Path, name: str, num_samples: int, *, keep: boo
             )
             return 1
     return _keep([name], f"the same completions and scores of {len(rows)} of {len(recorded)} samples", keep=keep)
+
+
+def _require_only_code_changed(name: str) -> None:
+    """Raises UserError if data, settings or outputs of a stage are not those of dvc.lock: a beginning does not show
+    whether the rest would come out the same.
+    """
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    try:
+        with Repo() as repo:
+            changes = [group for group in repo.status(targets=[name]).get(name, ()) if isinstance(group, dict)]
+    except DvcException as error:
+        raise UserError(f"DVC cannot compare {name} with dvc.lock: {error}") from None
+    changed = {path: how for group in changes for paths in group.values() for path, how in paths.items()}
+    different = [path for path in changed if path.startswith("data/")]
+    if isinstance(settings := changed.get("params.yaml"), dict):
+        different += [f"params.yaml: {key}" for key in settings if key != "tracking"]  # that changes no result
+    if different:
+        raise UserError(
+            f"{name} differs from dvc.lock in more than its code:\n{listed(different)}\n"
+            f"so its beginning does not show whether its outputs are good; make them again with: dvc repro {name}"
+        )
 
 
 def _first_steps(folder: Path, stage: DeclaredStage, recipe: str, num_steps: int) -> Trace:

@@ -14,6 +14,7 @@ from tests.launcher.small_checkout import CALLER, run, small_checkout
 from tools.verify.__main__ import main
 
 TRAIN, EVALUATE = "train@r1-llm-only", "evaluate@r1-llm-only"
+SPLIT, TRACE = "data/prepared/nutrition-tables/val.parquet", "data/runs/r1-llm-only/training/trace.csv"
 
 # Stages that do next to nothing. A training of five steps, which can be stopped where it has a checkpoint.
 
@@ -69,12 +70,14 @@ stages:
     foreach: [r1-llm-only]
     do:
       cmd: exec docker/run train
-      deps: ["data/runs/${item}/plan.yaml", stages/train.py]
+      params: [tracking]
+      deps: [data/prepared/nutrition-tables, "data/runs/${item}/plan.yaml", stages/train.py]
       outs: ["data/runs/${item}/training/trace.csv"]
   evaluate:
     foreach: [r1-llm-only]
     do:
       cmd: exec docker/run evaluate
+      params: [scored]
       deps: [data/prepared/nutrition-tables, stages/evaluate.py]
       outs: ["data/runs/${item}/predictions.parquet"]
 """
@@ -173,6 +176,29 @@ def test_a_sample_that_differs_is_named(workspace: Path) -> None:
     assert result.exit_code == 1
     assert "sample 5 differs in answer; answer is 'tables 4', and was 'table 4'" in result.output
     assert out_of_date(workspace) == {EVALUATE}
+
+
+@pytest.mark.parametrize(
+    ("asked", "path", "edited", "different"),
+    [
+        ((TRAIN, "--steps", "1"), SPLIT, "", "data/prepared/nutrition-tables"),
+        ((TRAIN, "--steps", "1", "--keep"), TRACE, "step,loss,grad_norm", TRACE),
+        ((TRAIN, "--steps", "1", "--keep"), "dvc.lock", "{schema: '2.0'}", TRACE),
+        ((EVALUATE, "--samples", "1", "--keep"), SPLIT, "", "data/prepared/nutrition-tables"),
+        ((EVALUATE, "--samples", "1"), "params.yaml", "scored: test", "params.yaml: scored"),
+    ],
+)
+def test_other_data_settings_and_outputs_are_refused_before_anything_runs(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...], path: str, edited: str, different: str
+) -> None:
+    monkeypatch.setattr("tools.verify.beginning.temporary_workspace", None)
+    Path(path).unlink()
+    Path(path).write_text(edited)
+    result = verify("--rerun", *asked)
+    assert result.exit_code == 1
+    assert f"  {different}\n" in result.output
+    assert f"make them again with: dvc repro {asked[0]}" in result.output
+    assert "commit" not in result.output
 
 
 @pytest.mark.parametrize(
