@@ -13,6 +13,7 @@ Prints each damaged path with the command that fixes it, and exits with 1; exits
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import signal
@@ -75,6 +76,7 @@ class Findings:
         """The stage that writes an output, in the order of the pipeline."""
         self._problems: dict[str, list[str]] = {}
         self._objects: dict[str, list[str]] = {}
+        self._other_results: set[str] = set()
 
     def add(self, path: Path | str, problem: str) -> None:
         """Add a problem to the output that a path belongs to."""
@@ -83,6 +85,10 @@ class Findings:
     def add_object(self, output: str, path: Path) -> None:
         """Add an object of DVC's cache that is one file with a damaged file of an output: DVC would bring it back."""
         self._objects.setdefault(output, []).append(str(path))
+
+    def add_other_result(self, output: str) -> None:
+        """Note that the changed files of an output are intact, in DVC's cache too: `dvc checkout` replaces them."""
+        self._other_results.add(output)
 
     def output_of(self, path: Path | str) -> str | None:
         return next((out for out in self.makers if Path(path).is_relative_to(out)), None)
@@ -95,10 +101,12 @@ class Findings:
         order = list(self.makers)
         for path in sorted(self._problems, key=lambda path: order.index(path) if path in order else -1):
             maker, place = self.makers.get(path), shlex.quote(path)
-            removed = shlex.join([path, *self._objects.get(path, ())])
             rest = f" && dvc checkout {place} || {rebuild(maker.name)}" if maker else "  # no stage makes it"
+            fix = f"rm -rf {shlex.join([path, *self._objects.get(path, ())])}{rest}"
+            if path in self._other_results:
+                fix = f"dvc checkout {place}"
             problems = (f"  {problem}" for problem in dict.fromkeys(self._problems[path]))
-            yield "\n".join([*map(_one_line, (path, *problems, f"  fix it with: rm -rf {removed}{rest}")), ""])
+            yield "\n".join([*map(_one_line, (path, *problems, f"  fix it with: {fix}")), ""])
 
 
 def verify() -> int:
@@ -139,13 +147,21 @@ def check_outputs(findings: Findings) -> int:
     for path, _ in changes:
         if (output := findings.output_of(path)) and output not in absent:
             changed.setdefault(output, []).append(path.removeprefix(output).lstrip("/"))
-    objects = {_inode(path): path for path in cache_dir(Path.cwd()).glob("??/*")} if changed else {}
+    cache = cache_dir(Path.cwd())
+    objects = {_inode(path): path for path in cache.glob("??/*")} if changed else {}
     for output, names in changed.items():
-        for file in (Path(output, name) for name in names):
-            if file.is_file() and (linked := objects.get(_inode(file))):
+        intact = []
+        for file in filter(Path.is_file, (Path(output, name) for name in names)):
+            own_object = cache / (md5 := _md5(file))[:2] / md5[2:]
+            linked = objects.get(_inode(file), own_object)
+            intact.append(linked == own_object and own_object.exists())
+            if linked != own_object:
                 findings.add_object(output, Path(os.path.relpath(linked)))
         files = join_truncated([name for name in names if name])
         findings.add(output, f"differs from dvc.lock{f' in {files}' if files else ''}")
+        if intact and all(intact):
+            findings.add(output, "is another result that DVC has, such as another branch's")
+            findings.add_other_result(output)
     return len(absent)
 
 
@@ -248,6 +264,12 @@ def _inode(path: Path) -> tuple[int, int]:
     """The file behind a path: DVC makes an output and its object in the cache hard links of one."""
     status = path.stat()
     return status.st_dev, status.st_ino
+
+
+def _md5(path: Path) -> str:
+    """Digest of a file as DVC's cache names it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def _one_line(text: str) -> str:

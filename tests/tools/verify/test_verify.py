@@ -95,6 +95,27 @@ def test_a_damaged_file_that_is_one_with_its_object_of_the_cache_is_made_again(w
     assert findings() == {}
 
 
+def test_another_branchs_result_is_no_damage_and_keeps_its_objects(workspace: Path) -> None:
+    run(workspace, "dvc config cache.type hardlink && dvc checkout --relink")
+    own, before = {name: Path(name).read_bytes() for name in ("params.yaml", "dvc.lock")}, Path(ADAPTER).read_bytes()
+    Path("params.yaml").write_text("recipes: {r1: {seed: 2}}\n")
+    run(workspace, "dvc repro --quiet")
+    for name, content in own.items():  # as `git checkout` alone does
+        Path(name).write_bytes(content)
+    other, objects = Path(ADAPTER).read_bytes(), sorted(Path(".dvc/cache").rglob("*"))
+    found = findings()
+    assert found[TRAINED][0].endswith("is another result that DVC has, such as another branch's")
+    assert [command for _, command in found.values()] == [f"dvc checkout {output}" for output in found]
+    for _, command in found.values():
+        run(workspace, command)
+    assert findings() == {}
+    assert Path(ADAPTER).read_bytes() == before != other
+    assert sorted(Path(".dvc/cache").rglob("*")) == objects
+    Path(ADAPTER).chmod(0o644)
+    Path(ADAPTER).write_bytes(other)  # into the object of its own branch
+    assert findings()[TRAINED][1].startswith(f"rm -rf {TRAINED} .dvc/cache/files/md5/")
+
+
 def test_a_missing_file_is_found(workspace: Path) -> None:
     Path(ADAPTER).unlink()
     assert "adapter/adapter_model.safetensors" in findings()[TRAINED][0]
