@@ -72,7 +72,7 @@ def test_the_publishers_key_makes_a_folder_good_and_no_key_leaves_the_signer_unk
 
 
 def test_a_folder_that_a_stranger_signs_again_is_as_good_as_the_strangers_key(
-    copy: Path, key: Path, tmp_path: Path
+    copy: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(copy / WEIGHTS)
     sign_again(copy)
@@ -82,6 +82,8 @@ def test_a_folder_that_a_stranger_signs_again_is_as_good_as_the_strangers_key(
     own.parent.mkdir(parents=True)
     shutil.copy(copy.parent / "their key/key.pem", own)
     assert verify(copy).exit_code == 0, "the workspace's own key"
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) == copy)
+    assert verify(copy).exit_code == UNKNOWN_KEY, "a key of another account, which this one may not read"
 
 
 def test_a_flipped_byte_in_any_file_is_refused(published: Path, copy: Path, key: Path) -> None:
@@ -188,7 +190,7 @@ def test_names_cannot_look_like_a_verdict(copy: Path) -> None:
 
 def test_a_key_that_is_none_or_came_with_the_folder_is_refused_by_name(copy: Path, tmp_path: Path) -> None:
     none = tmp_path / "none.pem"
-    assert "is no key in PEM" in verify(copy, none).output
+    assert "none.pem cannot be read: No such file" in verify(copy, none).output
     none.write_text("")
     assert "is no key in PEM" in verify(copy, none).output
     assert "came with the folder" in verify(copy, copy / KEY_FILE).output

@@ -247,7 +247,7 @@ def _named_key(key: Path | None, folder: Path) -> dict[str, str]:
     from stages.publishing.signing import fingerprint  # imports cryptography
 
     own = Path(".bakeoff/signing/key.pem")
-    if key is None and not own.is_file():
+    if key is None and not os.access(own, os.R_OK):  # there is none, or it is another account's
         return {}
     path, words = (own, "this workspace's own key") if key is None else (key, f"the key {key}")
     if key is not None and key.resolve().is_relative_to(folder.resolve()):
@@ -256,7 +256,9 @@ def _named_key(key: Path | None, folder: Path) -> dict[str, str]:
         if key is not None and b"PRIVATE KEY" in read_plain(key):
             raise UserError(f"{key} is a private key, which a check needs not; name the public key of its owner")
         return {fingerprint(path): words}
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; name the publisher's public key, in PEM") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UserError(f"{path} is no key in PEM: {error}") from None
 
 
