@@ -19,6 +19,10 @@ ENGINE ?=
 ARGS ?=
 
 python := .venv/bin/python
+# A value as one word of the shell, whatever is in it.
+quote = '$(subst ','\'',$(1))'
+# --NAME VALUE; nothing for an empty value.
+option = $(if $(2),--$(1) $(call quote,$(2)))
 
 # Relative above and quoted here: the workspace may lie in a folder with a space in its name.
 export TARGET
@@ -59,7 +63,7 @@ tasks := $(patsubst stages/tasks/%/report.py,%,$(wildcard stages/tasks/*/report.
 report = data/report/$(TASK)
 check_task = $(if $(and $(filter 1,$(words $(TASK))),$(filter $(TASK),$(tasks))),,$(error no task is called $(TASK); there are: $(tasks)))
 
-run_stages = $(python) -m tools.run compare@$(TASK) $(if $(PROFILE),--profile $(PROFILE))
+run_stages = $(python) -m tools.run compare@$(TASK) $(call option,profile,$(PROFILE))
 
 .PHONY: demo
 demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=, a folder of stages/tasks; PROFILE=)
@@ -72,17 +76,17 @@ demo: setup ## Run a task's recipes at tiny size on the CPU and print the compar
 .PHONY: run
 run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=, PROFILE=, JOBS=4, ARGS=-f)
 	@$(check_task)
-	@$(run_stages) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
+	@$(run_stages) $(call option,jobs,$(JOBS)) $(ARGS)
 	@cat $(report)/table.txt
 
 .PHONY: data
 data: setup ## Show a dataset, and a sample as its model sees it (DATASET=, RECIPE=, PROFILE=; or SOURCE=folder of images or conversations, FORMAT=)
-	@$(if $(filter-out hub:%,$(SOURCE)),$(offline)) $(python) -m tools.data $(if $(SOURCE),'$(subst ','\'',$(SOURCE))') $(if $(DATASET),--dataset '$(DATASET)') $(if $(RECIPE),--recipe '$(RECIPE)') $(if $(PROFILE),--profile $(PROFILE)) $(if $(FORMAT),--format $(FORMAT))
+	@$(if $(filter-out hub:%,$(SOURCE)),$(offline)) $(python) -m tools.data $(if $(SOURCE),$(call quote,$(SOURCE))) $(call option,dataset,$(DATASET)) $(call option,recipe,$(RECIPE)) $(call option,profile,$(PROFILE)) $(call option,format,$(FORMAT))
 
 # Options that are not given are left out: a recipe, a profile, one GPU or several.
-plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
-	$(if $(GPU),--gpu '$(GPU)') $(if $(filter-out 0,$(JSON)),--json) \
-	$(foreach change,$(SET),--set '$(change)')
+plan_options = $(if $(RECIPE),$(call quote,$(RECIPE))) $(call option,profile,$(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
+	$(call option,gpu,$(GPU)) $(if $(filter-out 0,$(JSON)),--json) \
+	$(foreach change,$(SET),$(call option,set,$(change)))
 
 .PHONY: plan
 plan: setup ## Predict a recipe's memory and time, on a GPU without one (RECIPE=, PROFILE=, GPU=24|"RTX 3090", SET=, JSON=1; ALL=1)
@@ -90,32 +94,31 @@ plan: setup ## Predict a recipe's memory and time, on a GPU without one (RECIPE=
 
 .PHONY: try
 try: setup ## Open a page that asks a trained model and its base, after make setup EXTRAS=try (RUN=r4-joint, ALONE=1, PORT=)
-	@$(offline) $(python) -m tools.try_run '$(or $(RUN),$(error which run? make try RUN=r4-joint))' \
-		$(if $(filter-out 0,$(ALONE)),--alone) $(if $(PORT),--port $(PORT))
+	@$(offline) $(python) -m tools.try_run $(call quote,$(or $(RUN),$(error which run? make try RUN=r4-joint))) \
+		$(if $(filter-out 0,$(ALONE)),--alone) $(call option,port,$(PORT))
 
 .PHONY: serve
 serve: setup ## Serve a run that has vLLM's certificate, on loopback, after make setup EXTRAS=vllm (RUN=, PORT=8000)
 	@$(if $(RUN),,$(error which run? make serve RUN=r4-joint))
-	@$(offline) $(python) -m tools.serve '$(RUN)' $(if $(PORT),--port $(PORT))
+	@$(offline) $(python) -m tools.serve $(call quote,$(RUN)) $(call option,port,$(PORT))
 
 .PHONY: verify
 verify: setup ## Read every output back and compare; RERUN=STAGE: run it again and compare (STEPS=, SAMPLES=, KEEP=1; PUBLISHED=FOLDER, KEY=)
-	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) \
-		$(if $(STEPS),--steps $(STEPS)) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(KEEP),--keep) \
-		$(if $(PUBLISHED),--published '$(PUBLISHED)') $(if $(KEY),--key '$(KEY)')
+	@$(python) -m tools.verify $(call option,rerun,$(RERUN)) \
+		$(call option,steps,$(STEPS)) $(call option,samples,$(SAMPLES)) $(if $(filter-out 0,$(KEEP)),--keep) \
+		$(call option,published,$(PUBLISHED)) $(call option,key,$(KEY))
 
 .PHONY: publish
 publish: setup ## Write a run or an export as a folder to publish, data/published/RUN; SEND=1 uploads it (RUN=, TO=OWNER/NAME)
 	@$(if $(RUN),,$(error which run? make publish RUN=r4-joint))
-	@test -f 'data/runs/$(RUN)/metrics.json' || { echo 'no run called $(RUN) has been evaluated; dvc repro evaluate@RUN does so with a recipe of params.yaml, exported@RUN with an export'; exit 1; }
-	@$(offline) $(python) -m dvc repro -s '$(if $(wildcard data/exports/$(RUN)),published,publish)@$(RUN)'
-	@$(if $(filter-out 0,$(SEND)),$(python) -m tools.send 'data/published/$(RUN)' '$(or $(TO),$(error where to? TO=OWNER/NAME))',\
-		echo "Look at data/published/$(RUN)/README.md. Nothing was sent; that does: make publish RUN=$(RUN) TO=OWNER/NAME SEND=1")
+	@$(offline) $(python) -m tools.publish $(call quote,$(RUN))
+	@$(if $(filter-out 0,$(SEND)),$(python) -m tools.send $(call quote,data/published/$(RUN)) $(call quote,$(or $(TO),$(error where to? TO=OWNER/NAME))),\
+		echo $(call quote,Look at data/published/$(RUN)/README.md. Nothing was sent; that does: make publish RUN=$(RUN) TO=OWNER/NAME SEND=1))
 
 .PHONY: compare
 compare: ## Compare recipes over all seeds (TASK=; EXPERIMENTS=, OVER='recipes.*.learning_rate', RACE=0.03: train to the best)
-	@$(python) -m tools.compare $(TASK) $(EXPERIMENTS) $(if $(OVER),--over '$(OVER)') \
-		$(if $(RACE),--race $(RACE)) $(if $(JOBS),--jobs $(JOBS))
+	@$(python) -m tools.compare $(TASK) $(EXPERIMENTS) $(call option,over,$(OVER)) \
+		$(call option,race,$(RACE)) $(call option,jobs,$(JOBS))
 
 .PHONY: report
 report: ## Open the last comparison in a browser (TASK=)
