@@ -107,6 +107,17 @@ def test_a_set_up_that_failed_or_was_killed_starts_again(workspace: Path) -> Non
     assert set_up(workspace)[2] == FROM_PIP
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_the_environment_of_another_account_is_refused_and_stays(workspace: Path) -> None:
+    (workspace / ".venv").mkdir()
+    os.chown(workspace / ".venv", 65534, -1)
+    code, said, asked = set_up(workspace, TARGET="cpu")
+    assert (code, asked) == (1, [])
+    assert ".venv belongs to nobody" in said
+    assert "a clone of your own" in said
+    assert (workspace / ".venv").stat().st_uid == 65534
+
+
 @pytest.mark.parametrize(
     ("extras", "environment", "message"),
     [
