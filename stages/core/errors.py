@@ -6,9 +6,11 @@ import errno
 import logging
 import math
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 import click
@@ -19,6 +21,7 @@ OUT_OF_MEMORY = 79
 """The exit code of a stage that ran out of memory. sysexits.h ends at 78, an engine's own codes begin at 125."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class UserError(click.ClickException):
@@ -62,15 +65,20 @@ def join_truncated(names: Sequence[str], most: int = 5) -> str:
 
 
 def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """For `sys.excepthook`: a message instead of a traceback on a full disk and on Ctrl-C.
+    """For `sys.excepthook`: a message instead of a traceback on a full disk, a workspace that may not be written and
+    Ctrl-C.
 
     A hook, not a handler around each write: any write may fail, inside libraries too, and Ctrl-C may interrupt imports.
     """
+    collected = error.args[0] if isinstance(error, shutil.Error) else ()  # (source, copy, reason) of each file
+    reason = str(collected[0][-1] if isinstance(collected, list) else error).strip().partition("\n")[0]
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif is_disk_full(error):
-        reason = str(error).strip().partition("\n")[0]
         print(f"Error: the disk is full: {reason}; make room, and type the same command again", file=sys.stderr)
+    elif is_refused(error):
+        fix = "the workspace is read-only or another account's: work in a clone of your own"
+        print(f"Error: {reason}; {fix}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)
 
@@ -86,6 +94,13 @@ def is_disk_full(error: BaseException) -> bool:
             return True
         chain = chain.__cause__ or chain.__context__
     return False
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether the system refuses a file of the workspace, or libgit2 the whole repository, to this account."""
+    if isinstance(error, OSError) and error.errno in _REFUSED and isinstance(error.filename, str):
+        return (Path.cwd() / error.filename).is_relative_to(Path.cwd())
+    return str(error).endswith("is not owned by current user")
 
 
 def configure_logging(stage: str, *, facts: bool = True) -> None:

@@ -2,15 +2,18 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from pygit2 import GitError
 from safetensors import SafetensorError
 
-from stages.core.errors import excepthook, is_disk_full
+from stages.core.errors import excepthook
 from stages.core.signals import handling
 from tests import ROOT
 
@@ -38,9 +41,33 @@ def test_a_full_disk_is_one_line_whichever_library_writes(error: Exception, caps
     assert capsys.readouterr().err.startswith("Error: the disk is full: ")
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), ValueError("full of disks")])
-def test_other_errors_are_no_full_disk(error: Exception) -> None:
-    assert not is_disk_full(error)
+def test_a_full_disk_is_one_line_however_many_files_were_to_be_copied(capsys) -> None:
+    error = shutil.Error(
+        [(f"from/{number}", f"to/{number}", f"[Errno 28] {WORDS}: 'to/{number}'") for number in range(9)]
+    )
+    excepthook(type(error), error, None)
+    assert capsys.readouterr().err.startswith(f"Error: the disk is full: [Errno 28] {WORDS}: 'to/0'; make room")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "Permission denied", ".bakeoff/run.lock"),
+        PermissionError(errno.EPERM, "Operation not permitted", f"{Path.cwd()}/data"),
+        OSError(errno.EROFS, "Read-only file system", "data/runs"),
+        GitError("/a clone/.git/: repository path '/a clone' is not owned by current user"),
+    ],
+)
+def test_a_workspace_that_may_not_be_written_is_one_line(error: Exception, capsys) -> None:
+    excepthook(type(error), error, None)
+    said = capsys.readouterr().err
+    assert said == f"Error: {error}; the workspace is read-only or another account's: work in a clone of your own\n"
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no", "/elsewhere"), ValueError("full of disks")])
+def test_other_errors_keep_their_traceback(error: Exception, capsys) -> None:
+    excepthook(type(error), error, None)
+    assert capsys.readouterr().err.startswith(f"{type(error).__name__}: ")
 
 
 def test_ctrl_c_while_a_process_starts_ends_it_without_a_traceback() -> None:
