@@ -124,8 +124,8 @@ compare: ## Compare recipes over all seeds (TASK=; EXPERIMENTS=, OVER='recipes.*
 report: ## Open the last comparison in a browser (TASK=)
 	@$(check_task)
 	@test -f $(report)/index.html || { echo 'there is no report of $(TASK) yet; make it with: dvc repro compare@$(TASK)'; exit 1; }
-	@echo '$(CURDIR)/$(report)/index.html'
-	@$(python) -m webbrowser 'file://$(CURDIR)/$(report)/index.html' > /dev/null
+	@echo $(call quote,$(CURDIR)/$(report)/index.html)
+	@$(python) -m webbrowser $(call quote,file://$(CURDIR)/$(report)/index.html) > /dev/null
 
 # Test files run in parallel: one process more than there are cores, because tests also wait; at most 4, because each
 # imports torch. One at a time: ARGS="-n 0".

@@ -7,7 +7,7 @@ Run     make publish RUN=r4-joint
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -30,8 +30,8 @@ def main(run: str) -> None:
             f"{run} cannot be published: of its inputs these are not here:\n{listed(missing)}\n"
             f"make them with: dvc repro {stages[f'docker/run evaluate {run}'].name}"
         )
-    command = [sys.executable, "-m", "dvc", "repro", "--single-item", stage.name]
-    sys.exit(subprocess.run(command, check=False).returncode)
+    # In place of this process, which would end before DVC does on Ctrl-C.
+    os.execv(sys.executable, [sys.executable, "-m", "dvc", "repro", "--single-item", stage.name])
 
 
 if __name__ == "__main__":

@@ -70,13 +70,14 @@ def excepthook(kind: type[BaseException], error: BaseException, traceback: Trace
 
     A hook, not a handler around each write: any write may fail, inside libraries too, and Ctrl-C may interrupt imports.
     """
-    collected = error.args[0] if isinstance(error, shutil.Error) else ()  # (source, copy, reason) of each file
-    reason = str(collected[0][-1] if isinstance(collected, list) else error).strip().partition("\n")[0]
+    reason = (
+        "a copy" if isinstance(error, shutil.Error) else str(error).strip().partition("\n")[0]
+    )  # it lists all files
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif is_disk_full(error):
         print(f"Error: the disk is full: {reason}; make room, and type the same command again", file=sys.stderr)
-    elif is_refused(error):
+    elif is_foreign(error):
         fix = "the workspace is read-only or another account's: work in a clone of your own"
         print(f"Error: {reason}; {fix}", file=sys.stderr)
     else:
@@ -96,10 +97,10 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
-def is_refused(error: BaseException) -> bool:
-    """Whether the system refuses a file of the workspace, or libgit2 the whole repository, to this account."""
-    if isinstance(error, OSError) and error.errno in _REFUSED and isinstance(error.filename, str):
-        return (Path.cwd() / error.filename).is_relative_to(Path.cwd())
+def is_foreign(error: BaseException) -> bool:
+    """Whether the system refuses a file, in a repository that this account may not write, or libgit2 the repository."""
+    if isinstance(error, OSError) and error.errno in _REFUSED:
+        return Path(".git").exists() and not os.access(".git", os.W_OK)  # containers have none
     return str(error).endswith("is not owned by current user")
 
 

@@ -76,7 +76,6 @@ class Findings:
         """The stage that writes an output, in the order of the pipeline."""
         self._problems: dict[str, list[str]] = {}
         self._objects: dict[str, list[str]] = {}
-        self._other_results: set[str] = set()
 
     def add(self, path: Path | str, problem: str) -> None:
         """Add a problem to the output that a path belongs to."""
@@ -85,10 +84,6 @@ class Findings:
     def add_object(self, output: str, path: Path) -> None:
         """Add an object of DVC's cache that is one file with a damaged file of an output: DVC would bring it back."""
         self._objects.setdefault(output, []).append(str(path))
-
-    def add_other_result(self, output: str) -> None:
-        """Note that the changed files of an output are intact, in DVC's cache too: `dvc checkout` replaces them."""
-        self._other_results.add(output)
 
     def output_of(self, path: Path | str) -> str | None:
         return next((out for out in self.makers if Path(path).is_relative_to(out)), None)
@@ -101,12 +96,10 @@ class Findings:
         order = list(self.makers)
         for path in sorted(self._problems, key=lambda path: order.index(path) if path in order else -1):
             maker, place = self.makers.get(path), shlex.quote(path)
+            removed = shlex.join([path, *self._objects.get(path, ())])
             rest = f" && dvc checkout {place} || {rebuild(maker.name)}" if maker else "  # no stage makes it"
-            fix = f"rm -rf {shlex.join([path, *self._objects.get(path, ())])}{rest}"
-            if path in self._other_results:
-                fix = f"dvc checkout {place}"
             problems = (f"  {problem}" for problem in dict.fromkeys(self._problems[path]))
-            yield "\n".join([*map(_one_line, (path, *problems, f"  fix it with: {fix}")), ""])
+            yield "\n".join([*map(_one_line, (path, *problems, f"  fix it with: rm -rf {removed}{rest}")), ""])
 
 
 def verify() -> int:
@@ -152,7 +145,7 @@ def check_outputs(findings: Findings) -> int:
     for output, names in changed.items():
         intact = []
         for file in filter(Path.is_file, (Path(output, name) for name in names)):
-            own_object = cache / (md5 := _md5(file))[:2] / md5[2:]
+            own_object = _object(cache, file)
             linked = objects.get(_inode(file), own_object)
             intact.append(linked == own_object and own_object.exists())
             if linked != own_object:
@@ -161,7 +154,6 @@ def check_outputs(findings: Findings) -> int:
         findings.add(output, f"differs from dvc.lock{f' in {files}' if files else ''}")
         if intact and all(intact):
             findings.add(output, "is another result that DVC has, such as another branch's")
-            findings.add_other_result(output)
     return len(absent)
 
 
@@ -268,10 +260,11 @@ def _inode(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _md5(path: Path) -> str:
-    """Digest of a file as DVC's cache names it."""
+def _object(cache: Path, path: Path) -> Path:
+    """The place of a file's content in DVC's cache, which is its MD5."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "md5").hexdigest()
+        digest = hashlib.file_digest(file, "md5").hexdigest()
+    return cache / digest[:2] / digest[2:]
 
 
 def _one_line(text: str) -> str:

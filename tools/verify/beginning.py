@@ -22,6 +22,7 @@ from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.params import load_params
 from stages.core.records import shown
 from stages.launcher.pipeline import DeclaredStage
+from stages.launcher.record import code_digest
 from stages.reporting.runs import EXAMPLE_COLUMN, GROUP_COLUMN
 from stages.training.checkpoints import checkpoints_dir
 from tools.verify.rerun import launch, launched, stage_to_compare, temporary_workspace
@@ -34,7 +35,7 @@ def rerun_steps(workspace_dir: Path, name: str, num_steps: int, *, keep: bool) -
     """Plan a recipe again, and run the first steps of its training; returns the exit code.
 
     Raises UserError for another stage, for missing inputs or outputs, for other data, settings or outputs than in
-    dvc.lock, and if a stage fails.
+    dvc.lock, if a stage fails, and if something is edited meanwhile.
     """
     stage, stages = stage_to_compare(workspace_dir, name)
     kind, _, recipe = name.partition("@")
@@ -45,7 +46,7 @@ def rerun_steps(workspace_dir: Path, name: str, num_steps: int, *, keep: bool) -
     with (workspace_dir / run_dir / "training/trace.csv").open(encoding="utf-8") as file:
         recorded = [(row["loss"], row["grad_norm"]) for row in csv.DictReader(file)]
     changes = [f"checkpoints.every_steps={num_steps}"]  # a step that has a checkpoint can be stopped after
-    with temporary_workspace(workspace_dir, stage, changes=changes) as folder:
+    with temporary_workspace(workspace_dir, stage, inputs=plan.inputs("data"), changes=changes) as folder:
         (folder / run_dir / "plan.yaml").unlink()  # a link to the workspace's
         launch(folder, plan)
         same, _, _ = filecmp.cmpfiles(workspace_dir, folder, plan.written, shallow=False)
@@ -53,13 +54,14 @@ def rerun_steps(workspace_dir: Path, name: str, num_steps: int, *, keep: bool) -
             click.echo(f"{name} would follow another plan: {path} comes out DIFFERENT; see: dvc repro -s {plan.name}")
             return 1
         trace = _first_steps(folder, stage, recipe, num_steps)
+        _require_unedited(workspace_dir, folder, plan, stage)
     for step, (before, now) in enumerate(zip(recorded, trace, strict=False), start=1):
         for figure, was, is_now in zip(("loss", "gradient norm"), before, now, strict=True):
             if was != is_now:
                 click.echo(f"{name} computes something ELSE: at step {step} the {figure} is {is_now}, and was {was}")
                 return 1
     compared = f"{min(len(trace), len(recorded))} of {pluralize(len(recorded), 'step')}"
-    kept = [plan.name, name] if len(same) == len(plan.written) else [name]
+    kept = [plan.name, name] if len(same) == len(plan.written) and not _changed_but_code(plan.name) else [name]
     return _keep(kept, f"the same bits in the first {compared} of {name}, loss and gradient norm", keep=keep)
 
 
@@ -81,6 +83,7 @@ def rerun_samples(workspace_dir: Path, name: str, num_samples: int, *, keep: boo
         pq.write_table(chosen, split)
         launch(folder, stage)
         rows = pq.read_table(folder / predictions).to_pylist()
+        _require_unedited(workspace_dir, folder, stage)
     for number, row in zip(numbers, rows, strict=True):
         compared = [each for each in row if each not in (EXAMPLE_COLUMN, GROUP_COLUMN)]  # those depend on all samples
         if different := [column for column in compared if repr(row[column]) != repr(recorded[number].get(column))]:
@@ -97,6 +100,22 @@ def _require_only_code_changed(name: str) -> None:
     """Raises UserError if data, settings or outputs of a stage are not those of dvc.lock: a beginning does not show
     whether the rest would come out the same.
     """
+    if different := _changed_but_code(name):
+        raise UserError(
+            f"{name} differs from dvc.lock in more than its code:\n{listed(different)}\n"
+            f"so its beginning does not show whether its outputs are good; make them again with: dvc repro {name}"
+        )
+
+
+def _require_unedited(workspace_dir: Path, folder: Path, *stages: DeclaredStage) -> None:
+    """Raises UserError if the workspace has other code by now than ran, or the last of the stages has other data."""
+    if any(code_digest(workspace_dir, stage) != code_digest(folder, stage) for stage in stages):
+        raise UserError(f"the code was edited while {stages[-1].name} ran; type the same command again")
+    _require_only_code_changed(stages[-1].name)
+
+
+def _changed_but_code(name: str) -> list[str]:
+    """Data, settings and outputs of a stage that are not those of dvc.lock, with DVC's word for it."""
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
@@ -106,14 +125,11 @@ def _require_only_code_changed(name: str) -> None:
     except DvcException as error:
         raise UserError(f"DVC cannot compare {name} with dvc.lock: {error}") from None
     changed = {path: how for group in changes for paths in group.values() for path, how in paths.items()}
-    different = [path for path in changed if path.startswith("data/")]
+    different = [f"{path} ({how})" for path, how in changed.items() if path.startswith("data/")]
     if isinstance(settings := changed.get("params.yaml"), dict):
-        different += [f"params.yaml: {key}" for key in settings if key != "tracking"]  # that changes no result
-    if different:
-        raise UserError(
-            f"{name} differs from dvc.lock in more than its code:\n{listed(different)}\n"
-            f"so its beginning does not show whether its outputs are good; make them again with: dvc repro {name}"
-        )
+        # tracking changes no result
+        different += [f"params.yaml: {key} ({how})" for key, how in settings.items() if key != "tracking"]
+    return different
 
 
 def _first_steps(folder: Path, stage: DeclaredStage, recipe: str, num_steps: int) -> Trace:

@@ -124,11 +124,14 @@ def unlike(before: Provenance | None, now: Provenance | None) -> list[str]:
 
 
 @contextmanager
-def temporary_workspace(workspace_dir: Path, stage: DeclaredStage, *, changes: Sequence[str] = ()) -> Iterator[Path]:
+def temporary_workspace(
+    workspace_dir: Path, stage: DeclaredStage, *, inputs: Sequence[str] = (), changes: Sequence[str] = ()
+) -> Iterator[Path]:
     """A workspace below .bakeoff with the code, the settings and the stage's inputs, removed at the end, also after a
     signal that asks to end: it raises KeyboardInterrupt, as Ctrl-C does.
 
-    Inputs are hard links if possible: stages replace files, and never write into one. changes: of params.yaml.
+    Inputs are hard links if possible: stages replace files, and never write into one. inputs: others than the stage's.
+    changes: of params.yaml.
     """
     params = load_params(workspace_dir / "params.yaml")
     kind, name = stage.command.split()[1], stage.name.partition("@")[2]
@@ -142,7 +145,7 @@ def temporary_workspace(workspace_dir: Path, stage: DeclaredStage, *, changes: S
         # The name of a relative source is part of the result, so `../photographs` has to lead there from here too.
         is_relative = source != "" and not Path(source).is_absolute()
         folder = Path(root, "up/up/up/up/workspace")
-        for path in (*SEEN_BY_STAGES, *stage.inputs("data")):
+        for path in (*SEEN_BY_STAGES, *{*stage.inputs("data"), *inputs}):
             _copy(workspace_dir / path, folder / path, link=path.startswith("data"))
         if is_relative and not os.path.lexists(place := Path(os.path.normpath(folder / source))):
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from stages.launcher.pipeline import DeclaredStage
 from tests.launcher.small_checkout import CALLER, run, small_checkout
 from tools.verify.__main__ import main
+from tools.verify.rerun import launch
 
 TRAIN, EVALUATE = "train@r1-llm-only", "evaluate@r1-llm-only"
 SPLIT, TRACE = "data/prepared/nutrition-tables/val.parquet", "data/runs/r1-llm-only/training/trace.csv"
@@ -64,7 +66,7 @@ stages:
     foreach: [r1-llm-only]
     do:
       cmd: exec docker/run plan
-      deps: [stages/plan.py]
+      deps: [data/guards, stages/plan.py]
       outs: ["data/runs/${item}/plan.yaml"]
   train:
     foreach: [r1-llm-only]
@@ -98,6 +100,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = (workspace / "data/runs/r1-llm-only/plan.yaml").read_text()
     (workspace / "stages/plan.py").write_text(PLAN.format(plan))
     (workspace / "data/prepared/nutrition-tables").mkdir(parents=True)
+    (workspace / "data/guards").mkdir()
     pq.write_table(pa.table({"id": list(range(8))}), workspace / "data/prepared/nutrition-tables/val.parquet")
     run(workspace, "bash", "-c", "dvc init --quiet --no-scm && dvc repro --quiet")
     return workspace
@@ -178,6 +181,40 @@ def test_a_sample_that_differs_is_named(workspace: Path) -> None:
     assert out_of_date(workspace) == {EVALUATE}
 
 
+def test_a_plan_with_other_data_is_not_kept_with_its_training(workspace: Path) -> None:
+    Path("data/guards/more").write_text("")
+    edit(workspace / "stages/train.py", "2 - 0.1 * step", "2.0 - 0.1 * step")
+    edit(
+        workspace / "stages/plan.py",
+        "import pathlib",
+        "import pathlib; assert pathlib.Path('data/guards/more').exists()",
+    )
+    result = verify("--rerun", TRAIN, "--steps", "3", "--keep")
+    assert result.exit_code == 0, result.output
+    assert out_of_date(workspace) == {"plan@r1-llm-only"}
+
+
+@pytest.mark.parametrize(
+    ("edited", "message"),
+    [("stages/evaluate.py", "the code was edited while evaluate@r1-llm-only ran"), (SPLIT, f"  {SPLIT} (")],
+)
+def test_what_is_edited_meanwhile_is_not_kept(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, edited: str, message: str
+) -> None:
+    def launch_and_edit(folder: Path, stage: DeclaredStage) -> None:
+        launch(folder, stage)
+        path = workspace / edited
+        content = path.read_bytes()
+        path.unlink()  # it may be a link to DVC's cache
+        path.write_bytes(content + b"\n")
+
+    monkeypatch.setattr("tools.verify.beginning.launch", launch_and_edit)
+    result = verify("--rerun", EVALUATE, "--samples", "5", "--keep")
+    assert result.exit_code == 1
+    assert message.partition("/val")[0] in result.output
+    assert EVALUATE in out_of_date(workspace)
+
+
 @pytest.mark.parametrize(
     ("asked", "path", "edited", "different"),
     [
@@ -196,7 +233,7 @@ def test_other_data_settings_and_outputs_are_refused_before_anything_runs(
     Path(path).write_text(edited)
     result = verify("--rerun", *asked)
     assert result.exit_code == 1
-    assert f"  {different}\n" in result.output
+    assert f"  {different} (" in result.output
     assert f"make them again with: dvc repro {asked[0]}" in result.output
     assert "commit" not in result.output
 
