@@ -23,10 +23,9 @@ from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.params import load_params
 from stages.core.tasks import load_task
 from stages.evaluation.generate import generated_tokens, load_generator
-from stages.evaluation.vllm import environment
+from stages.evaluation.vllm import engine, environment
 from stages.evaluation.vllm.engine import (
     CERTIFICATE_FILE,
-    SAMPLES,
     TOLERANCE,
     Completion,
     EngineCertificate,
@@ -40,7 +39,8 @@ from tests.stage_runs import done, refused, run, small_params, write_params
 from tools import serve
 
 NAME = "base-vlm"
-QUESTIONS = SAMPLES + 2
+QUESTIONS, SAMPLES = 5, 3
+"""All of them, as many as `small_params` has, and those that are certified here."""
 CARD = Path("data/report/detection/runs") / NAME
 
 
@@ -125,12 +125,11 @@ def install(folder: Path) -> None:
 def own_completions(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Our own model's completions in vLLM's form; the working folder is a workspace, ready to evaluate by vLLM."""
     raw = small_params(tiny_vlm)
-    tiny = raw["profiles"]["tiny"]
-    tiny["datasets"]["nutrition-tables"]["limit"]["val"] = QUESTIONS
-    tiny["evaluation"]["engine"] = "vllm"
+    raw["profiles"]["tiny"]["evaluation"]["engine"] = "vllm"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("workspace"))
         patch.setattr(environment, "environment_dir", lambda: Path("vllm").absolute())
+        patch.setattr(engine, "SAMPLES", SAMPLES)
         write_params(raw)
         done("base", "vlm")
         done("prepare", "nutrition-tables")
