@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerControl
 
+from stages.memory.predict import depth_of, with_depth
 from stages.training.randomness import seed_everything
 from tests import ROOT
 from tests.benchmarks import speed
@@ -51,6 +53,8 @@ def test_the_arithmetic_counted_without_weights_is_that_of_a_training(
     monkeypatch.setattr(measure, "ACCUMULATION", 1)
     small = {"profile": "tiny", "recipe": name, "micro_batch": 2, "max_length": 128, "precision": "fp32"}
     plan, predictor = planned({**small, "gradient_checkpointing": False, "attn": "eager", **changes}, "cpu")
+    config = with_depth(predictor.config, (1, min(1, depth_of(predictor.config)[1])))
+    plan, predictor = replace(plan, trainable={}), replace(predictor, config=config)
     seed_everything(plan.seed)
     batch = with_contents(training_batch(plan, predictor.config, predictor.batch_of))
     operators = (torch.ops.aten._grouped_mm, torch.ops.aten.addmm_, torch.ops.bitsandbytes.gemm_4bit)
