@@ -223,7 +223,7 @@ def operators_and_waits(monkeypatch: pytest.MonkeyPatch, depth: Depth, **changes
         names.extend([] if at_work else ["wait"])  # the recorder's are none of the step's
         return tolist(tensor)
 
-    plan = plan_of(**R4, **CUDA, padding_free=True, fused_kernels=True, **changes)
+    plan = plan_of(**R4, **CUDA, grad_accumulation=1, padding_free=True, fused_kernels=True, **changes)
     with monkeypatch.context() as patch:
         patch.setattr(Recorder, "recorded", seen)
         patch.setattr(torch.Tensor, "tolist", listed)

@@ -23,7 +23,8 @@ NF4, FUSED = {"quantization": "nf4"}, {"optimizer": "adamw_torch_fused"}
 PACKED, NOISE = {"padding_free": True}, {"neftune_alpha": 5.0}
 # So little of a batch that the optimizer's step is the peak.
 SHORT = {"micro_batch": 1, "grad_accumulation": 1, "max_length": 16}
-DORA = {**R4, "lora": replace(EVERYTHING, dora=True)}
+ONE = {"grad_accumulation": 1}
+DORA = {**R4, **ONE, "lora": replace(EVERYTHING, dora=True)}
 PISSA = {**R1, "lora": replace(ATTENTION, init="pissa", rslora=True, loraplus_lr_ratio=16.0)}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1, fp16, eager, one at a time": ("detection", {**R1, **FP16, "attn": "eager", "micro_batch": 1}),
@@ -32,7 +33,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1, from features": ("detection", {**R1, "features_bytes": 1}),
     "text full, bf16, fused": ("text", {**FULL, **BF16, **FUSED}),
     "moe gate": ("moe", GATE),
-    "detection r4, nf4, bf16, packed, checkpointed": ("detection", {**R4, **NF4, **BF16, **PACKED, **CHECKPOINTED}),
+    "detection r4, nf4, bf16, packed, checkpointed": (
+        "detection",
+        {**R4, **ONE, **NF4, **BF16, **PACKED, **CHECKPOINTED},
+    ),
     "detection, all of it, packed, eager": ("detection", {**ALL, **PACKED, "attn": "eager"}),
     "text full, packed, noise, long": ("text", {**FULL, **PACKED, **NOISE, "max_length": 256, "micro_batch": 4}),
     "moe full, bf16, packed": ("moe", {**FULL, **BF16, **PACKED}),
@@ -40,7 +44,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "text full, Lion": ("text", {**FULL, **SHORT, "optimizer": "lion_32bit"}),
     "text full, Adafactor": ("text", {**FULL, **SHORT, "optimizer": "adafactor"}),
     "text full, Muon": ("text", {**FULL, **SHORT, "optimizer": "muon"}),
-    "detection r4, nf4, bf16, Muon, noise": ("detection", {**R4, **NF4, **BF16, "optimizer": "muon", **NOISE}),
+    "detection r4, nf4, bf16, Muon, noise": ("detection", {**R4, **ONE, **NF4, **BF16, "optimizer": "muon", **NOISE}),
     "detection r4, DoRA, bf16, checkpointed, sharded": ("detection", sharded({**DORA, **BF16, **CHECKPOINTED})),
     "detection, all of it, sharded": ("detection", sharded(ALL)),
     "moe full, sharded": ("moe", sharded({**FULL, "max_length": 32})),
