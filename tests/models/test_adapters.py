@@ -1,5 +1,6 @@
 import warnings
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ def meta(base: str, build: BuildParams | None = None) -> torch.nn.Module:
     return meta_model(mixture_config(config, experts=len(build.experts), top_k=build.top_k) if build else config)
 
 
+@cache
 def counts(recipe: str, base: str) -> dict[str, int]:
     params, (_, build) = PARAMS.recipe(recipe), root_base(PARAMS, recipe)
     return count_trainable(apply_recipe(meta(base, build), params))
