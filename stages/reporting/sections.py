@@ -226,7 +226,7 @@ def design_words(comparison: Comparison) -> list[str]:
 
 
 def _alike_words(comparison: Comparison) -> Iterator[str]:
-    intervals = [(each.name, each.score.interval) for each in comparison.evaluated if each.baseline]
+    intervals = [(each.name, each.score.interval) for each in comparison.evaluated]
     if alike := [name for name, interval in intervals if interval and isclose(interval.low, interval.high)]:
         names = ", ".join(alike)
         yield f"All samples of {names} score alike: an interval without width is no evidence about other samples."

@@ -356,7 +356,7 @@ def test_an_interval_of_samples_that_score_alike_comes_with_a_caution() -> None:
     bases = {"a": "base", "b": "base"}
     contenders = [contender_of(REPORT, run.name, [run], baseline=bases.get(run.name)) for run in runs]
     said = [line for line in design_words(compare(REPORT, contenders)) if "alike" in line]
-    assert said == ["All samples of a score alike: an interval without width is no evidence about other samples."]
+    assert said == ["All samples of base, a score alike: an interval without width is no evidence about other samples."]
 
 
 def test_a_report_says_which_bases_have_no_entry_of_families() -> None:
