@@ -183,7 +183,7 @@ def test_missing_models_are_named_everywhere(incomplete: tuple[Path, str]) -> No
         assert f"<b>{name}</b>: not run: <code>dvc repro {stage}</code>" in report(data_dir, "index.html")
     assert "Two-stage against LLM-only: not decided, not run: dvc repro evaluate@r3-two-stage" in shown
     assert "r4-joint is best" in shown
-    assert "better than every other that was run" in shown
+    assert "better than every other that was compared" in shown
     assert "The evidence is enough, among the models that were run<" in report(data_dir, "index.html")
 
 

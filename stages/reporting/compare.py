@@ -256,18 +256,20 @@ class Comparison:
         best, rival, score = self.best, self.over_rival, self.best.score
         scored = f"{self.report.primary_words} {score.mean:.3f}{interval_words(score.interval)}"
         model, other = (best.name, "") if self.over_seeds else (f"the model of {best.name}", "that of ")
+        exports = " Exports are not ranked." if any(each.export_of for each in self.evaluated) else ""
         if rival is None:
             words = f"{best.name} is the only model evaluated: {scored}"
             if too_few(*self.counts):
                 words += f", but {_too_few(*self.counts)} it from any other"
         elif rival.is_shown:
-            left_out = [contender for contender in self.contenders if contender.left_out]
-            alone = len(self.contenders) - len(left_out) == 2
-            others = f"{other}{rival.theirs}" if alone else "every other" if other else "every other model"
-            words = f"{model} is best: {scored}, better than {others}"
-            if left_out:
-                words += ", the only other" if alone else ""
-                words += " that was trained under several seeds" if self.over_seeds else " that was run"
+            rankable = [contender for contender in self.contenders if not contender.export_of]
+            compared = [contender for contender in rankable if contender.is_ranked]
+            others = "every other" if other else "every other model"
+            words = f"{model} is best: {scored}, better than "
+            words += f"{other}{rival.theirs}" if len(compared) == 2 else others
+            if len(compared) < len(rankable):
+                words += ", the only other" if len(compared) == 2 else ""
+                words += " that was compared"
         elif len(self.leaders) > 1:
             them = f"{', '.join(self.leaders[:-1])} and {self.leaders[-1]}"
             them = them if self.over_seeds else f"the models of {them}"
@@ -280,7 +282,7 @@ class Comparison:
                 words += f"no difference is shown against {other}{rival.theirs}"
             else:
                 words += f"{rival.theirs} may be as good or better"
-        return (f"The{words[3:]}" if words.startswith("the ") else words) + "."
+        return (f"The{words[3:]}" if words.startswith("the ") else words) + f".{exports}"
 
 
 def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:

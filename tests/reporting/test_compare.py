@@ -101,7 +101,7 @@ def test_whether_the_best_is_better_is_corrected_for_the_number_of_questions() -
 
 def test_missing_runs_limit_the_claims() -> None:
     comparison = compared({"base": 0.1, "a": None, "b": 0.6})
-    assert comparison.headline.endswith("better than that of base, the only other that was run.")
+    assert comparison.headline.endswith("better than that of base, the only other that was compared.")
     assert [each.note for each in comparison.contenders if not each.run] == ["not run: dvc repro evaluate@a"]
     assert comparison.insights[0].words == "not decided, not run: dvc repro evaluate@a"
     alone = compared({"base": None, "a": None, "b": 0.6})
