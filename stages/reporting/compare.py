@@ -456,7 +456,7 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
 
     If each was trained once, the sentence is about their models, and has the corrected p-value.
     """
-    interval, sure = difference.interval, ""
+    interval, sure, tiny = difference.interval, "", not round(difference.mean, 3)
     amount = f"{difference.mean:+.3f}"
     if difference.of_recipes:
         amount += f", {difference.relative:+.0%}" if difference.relative is not None else ""
@@ -467,7 +467,7 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
     match difference.verdict:
         case "too few samples":
             return f"{_too_few(difference.samples, difference.groups)} {ours} from {theirs} ({amount})"
-        case "no difference shown" if sure:
+        case "no difference shown" if sure or tiny:
             return f"no difference shown between {ours} and {theirs} ({amount}{sure})"
         case "no difference shown":
             needed = difference.seeds_needed()
@@ -477,7 +477,7 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
         case "as good":
             return f"{ours} is as good as {theirs}: the two differ by less than {difference.matters:g} ({amount})"
         case verdict:
-            return f"{ours} is {verdict} than {theirs} by {amount}{sure}"
+            return f"{ours} is {verdict} than {theirs} by {'less than 0.001' if tiny else amount}{sure}"
 
 
 def p_words(p_value: float) -> str:

@@ -218,6 +218,10 @@ def test_words_follow_the_verdict_and_name_models_if_each_was_trained_once() -> 
     assert words(0.005, trainings=3).endswith(
         "more samples, and not only more seeds, would settle whether a difference as large as that is real"
     )
+    same = np.stack([scores_around(0.5, seed) for seed in range(3)])
+    assert difference_words("r4", "r1", difference([same, same])).startswith(
+        "no difference shown between r4 and r1 (+0"
+    )
     assert words(0, trainings=3, matters=0.5).startswith("r4 is as good as r1: the two differ by less than 0.5 (")
 
 
