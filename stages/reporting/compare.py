@@ -293,10 +293,11 @@ def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
     Raises UserError if none can take part.
     """
     over_seeds = any(len(contender.runs) > 1 for contender in contenders)
-    contenders = [replace(each, left_out=_why_left_out(each, over_seeds=over_seeds)) for each in contenders]
+    given = {each.name: each for each in contenders}
+    contenders = [replace(each, left_out=_why_left_out(each, given, over_seeds=over_seeds)) for each in contenders]
     compared = [each for each in contenders if each.is_ranked]
     if not compared:
-        raise UserError(f"nothing can be compared: {'; '.join(each.left_out for each in contenders)}")
+        raise UserError(f"nothing can be compared: {'; '.join(each.left_out for each in contenders if each.left_out)}")
     sign = 1 if report.primary.higher_is_better else -1
     best, *rivals = sorted(compared, key=lambda contender: sign * contender.score.mean, reverse=True)
     by_name = {contender.name: contender for contender in contenders}
@@ -428,6 +429,12 @@ def score_contender(
     )
 
 
+def export_pairs(export: Contender, model: Contender) -> list[tuple[Run, Run]]:
+    """The runs of an export, each with that of the model it was made from, as far as this is there."""
+    by_model = {run.model: run for run in model.runs}
+    return [(run, by_model[run.base]) for run in export.runs if run.base in by_model]
+
+
 def evidence_of(metric: Metric, run: Run) -> Floats:
     """The per-sample values behind a metric: (samples that count, columns)."""
     evidence = np.stack([run.columns[name] for name in metric.evidence], axis=1)
@@ -516,10 +523,15 @@ def _refuse_incomplete(report: TaskReport, run: Run) -> None:
             )
 
 
-def _why_left_out(contender: Contender, *, over_seeds: bool) -> str:
+def _why_left_out(contender: Contender, by_name: Mapping[str, Contender], *, over_seeds: bool) -> str:
     """The reason why a contender takes no part in a comparison; empty if it does."""
     if not contender.runs:
         return f"not run: dvc repro {contender.stage}"
+    if contender.export_of and (model := by_name[contender.export_of]).runs:
+        made = export_pairs(contender, model)
+        if not made:
+            return f"{contender.name} was made from another model of {model.name} than was scored"
+        return f"{contender.name} was scored under one seed only" if over_seeds and len(made) == 1 else ""
     seeds = {run.plan.seed if run.plan else number for number, run in enumerate(contender.runs)}
     if over_seeds and contender.baseline is not None and len(seeds) == 1:
         return f"{contender.name} was trained under one seed only"
@@ -543,7 +555,7 @@ def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> Iterator
         for name in recipes:
             yield Question(f"{name} against {given}", name, given)
     for name, contender in by_name.items():
-        if contender.export_of and contender.export_of in by_name:
+        if contender.export_of:
             yield Question(f"{name} against {contender.export_of}", name, contender.export_of)
 
 
@@ -558,15 +570,18 @@ def _insight(
         undecided = f"no sample is about {metric.heading}"
     gap = None
     if not undecided:
-        together = [each for each in by_name.values() if not each.left_out and each.scores[metric.key] is not None]
-        names = [each.name for each in together]
+        together = [each for each in by_name.values() if each.is_ranked and each.scores[metric.key] is not None]
+        runs, pair = {each.name: each.runs for each in together}, (ours.name, theirs.name)
+        if ours.export_of:
+            runs = dict(zip(pair, zip(*export_pairs(ours, theirs), strict=True), strict=True))
         gap = difference(
-            [np.stack([evidence_of(metric, run) for run in each.runs]) for each in together],
-            (names.index(ours.name), names.index(theirs.name)),
+            [np.stack([evidence_of(metric, run) for run in of_name]) for of_name in runs.values()],
+            (list(runs).index(ours.name), list(runs).index(theirs.name)),
             statistic=metric.statistic,
             groups=groups_of(metric, ours.runs[0]),
             higher_is_better=metric.higher_is_better,
             matters=matters if metric is report.primary else None,
+            paired=ours.export_of is not None,
         )
     return Insight(question.topic, ours.name, theirs.name, metric, gap, undecided)
 

@@ -17,6 +17,8 @@ The second alone claims too much after few seeds: if these happen to agree, it t
 between samples of a ratio of sums, such as a corpus F1, is that of its jackknife pseudo-values (Tukey, Ann. Math. Stat.
 29, 1958).
 
+An export is made from one training of its recipe: the differences of the pairs are tested as the scores of one recipe.
+
 **The spread between seeds**: three trainings say little about it, and four recipes of three say more. From
 `FEWEST_TO_SHARE` trainings of each on, the recipes of a report pool it (`pool_variances`). Below that
 nothing is pooled: two trainings that failed alike look steady.
@@ -351,15 +353,7 @@ def score(trainings: Floats, statistic: Statistic = sample_mean, groups: Groups 
     else:
         interval, deviation = None, float(by_training.std(ddof=1))
         if trained.shape[1] > 1:
-            _, variance, _, by_sample, rest = _summary(trained, of_groups)
-            spread = Spread(
-                seeds=variance / count,
-                freedom=np.array(count - 1.0),
-                samples=by_sample.var(ddof=1) / len(by_sample),
-                rest=rest,
-                samples_freedom=samples_freedom(len(by_sample), groups),
-            )
-            interval = _around(mean, spread.half_width().item())
+            interval = _around(mean, _own_spread(samples, statistic, groups).half_width().item())
     return Score(mean=mean, interval=interval, by_training=tuple(map(float, by_training)), between_seeds=deviation)
 
 
@@ -371,6 +365,7 @@ def difference(
     groups: Groups | None = None,
     higher_is_better: bool = True,
     matters: float | None = None,
+    paired: bool = False,
     resamples: int = 10_000,
 ) -> Difference:
     """Ours minus theirs of a pair of a report's recipes, not corrected for other questions.
@@ -381,6 +376,8 @@ def difference(
     groups: of the samples, which are then swapped, redrawn and counted as wholes; None if each is its own.
     higher_is_better: of the statistic; a difference keeps its sign.
     matters: the smallest difference that matters, in the unit of the statistic; None if none is called as good.
+    paired: whether training i of ours is made from training i of theirs, as exports are: then their differences vary
+        between seeds, not their scores.
     resamples: swaps and redraws of the samples of two models.
     Raises ValueError if the samples differ in number, if there are none, and for values that are not finite.
     The same arguments give the same result, bit for bit.
@@ -394,16 +391,27 @@ def difference(
     num_drawn = ours.shape[1]
     our_values, their_values = of_groups(ours.mean(axis=1)), of_groups(theirs.mean(axis=1))
     mean = float(our_values.mean() - their_values.mean())
-    spread = summarize(samples, statistic, groups).gaps(*([each] for each in pair))[1] if num_drawn > 1 else None
+    of_models = len(ours) == len(theirs) == 1
+    spread = None
+    if paired or of_models:
+        both, width = np.concatenate([samples[index] for index in pair], axis=-1), samples[pair[0]].shape[-1]
+
+        def ours_minus_theirs(means: Floats) -> Floats:  # (..., 2 columns) -> (...)
+            return statistic(means[..., :width]) - statistic(means[..., width:])
+
+        spread = _own_spread(both, ours_minus_theirs, groups) if num_drawn > 1 else None
+    elif num_drawn > 1:
+        spread = summarize(samples, statistic, groups).gaps(*([each] for each in pair))[1]
     p_value, as_good, interval = 1.0, 1.0, None
-    if len(ours) == len(theirs) == 1:
+    if of_models:
         p_value = _swap_test(ours[0], theirs[0], of_groups, resamples)
-        interval = _bootstrapped(samples[pair[0]][0], samples[pair[1]][0], statistic, groups, resamples)
+        # The samples of both are redrawn alike, so that differences in difficulty cancel out.
+        interval = bootstrap(both[0], ours_minus_theirs, groups, resamples=resamples)
     elif spread:
         p_value, interval = spread.p_value(mean).item(), _around(mean, spread.half_width().item())
     if spread and matters is not None:
         as_good = max(spread.p_at_least(each, matters).item() for each in (mean, -mean))
-        if len(ours) == len(theirs) == 1:
+        if paired or of_models:
             as_good = max(as_good, _p_unseen(theirs, of_groups, matters))
     p_value = max(p_value, least_p(num_drawn))
     return Difference(
@@ -577,17 +585,16 @@ def _swap_test(ours: Floats, theirs: Floats, statistic: Statistic, swaps: int) -
     return at_least / len(after) if exact else (at_least + 1) / (len(after) + 1)
 
 
-def _bootstrapped(
-    ours: Floats, theirs: Floats, statistic: Statistic, groups: Groups | None, resamples: int
-) -> Interval | None:
-    """Interval of the difference of two models, each (samples, columns), redrawing the *samples* of both alike, so that
-    differences in difficulty cancel out."""
-    width = ours.shape[1]
-
-    def ours_minus_theirs(means: Floats) -> Floats:  # (..., 2 columns) -> (...)
-        return statistic(means[..., :width]) - statistic(means[..., width:])
-
-    return bootstrap(np.concatenate([ours, theirs], axis=1), ours_minus_theirs, groups, resamples=resamples)
+def _own_spread(trained: Floats, statistic: Statistic, groups: Groups | None) -> Spread:
+    """The spread of a score by itself, nothing pooled. trained: (trainings, samples, columns)."""
+    _, variance, count, by_sample, rest = _summary(*by_group(trained, statistic, groups))
+    return Spread(
+        seeds=variance / count,
+        freedom=np.where(count > 1, count - 1, np.inf),
+        samples=by_sample.var(ddof=1) / len(by_sample),
+        rest=rest,
+        samples_freedom=samples_freedom(len(by_sample), groups),
+    )
 
 
 def _around(mean: float, half_width: float) -> Interval:

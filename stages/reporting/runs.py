@@ -85,7 +85,7 @@ class Run:
     model: str
     """Digest of the model."""
     base: str | None = None
-    """Digest of the model that it was trained from; None for an untrained base."""
+    """Digest of the model that it was trained or exported from; None for an untrained base."""
     metrics: Mapping[str, float | str]
     samples: tuple[str, ...]
     """Id, truth and group of each sample, in order: equal for runs that may be compared."""
@@ -167,7 +167,7 @@ def read_run(params: Params, report: TaskReport, name: str, data_dir: Path) -> R
         name=name,
         stage=stage,
         model=lineage.digest,
-        base=lineage.parents["base"].lineage.digest if "base" in lineage.parents else None,
+        base=next((parent.lineage.digest for key in ("base", "merged") if (parent := lineage.parents.get(key))), None),
         metrics=metrics,
         samples=tuple(
             json.dumps([row[column] for column in (*identity, *grouped)], ensure_ascii=False, default=repr)

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from itertools import chain
 from math import isclose
 from typing import Any
 
@@ -21,7 +22,7 @@ from stages.core.provenance import Provenance
 from stages.core.records import shown
 from stages.evaluation.statistics import LEVEL
 from stages.planning.plan import Plan
-from stages.reporting.compare import Comparison, Contender, Metric, p_words
+from stages.reporting.compare import Comparison, Contender, Metric, export_pairs, p_words
 from stages.reporting.evidence import FEWEST_TO_SHARE, POWER, too_few
 from stages.reporting.runs import REBATCHED, Run
 from stages.reporting.tables import (
@@ -440,12 +441,12 @@ def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
 
 def _exports(comparison: Comparison) -> Iterator[tuple[Contender, list[tuple[str, str, str]]]]:
     """The exports that were scored, each with (sample, completion of its model, its own), if its model was scored."""
-    runs = {contender.name: contender.run for contender in comparison.evaluated}
+    by_name = {contender.name: contender for contender in comparison.contenders}
     for contender in comparison.evaluated:
-        if contender.export_of and contender.run:
-            model, own = runs.get(contender.export_of), contender.run
-            completions = model.completions if model else ()
-            yield contender, list(zip(own.sample_ids, completions, own.completions, strict=False))
+        if contender.export_of:
+            pairs = export_pairs(contender, by_name[contender.export_of])
+            of_seeds = (zip(own.sample_ids, model.completions, own.completions, strict=True) for own, model in pairs)
+            yield contender, list(chain.from_iterable(of_seeds))
 
 
 def exports_table(comparison: Comparison) -> Table:
@@ -457,7 +458,7 @@ def exports_table(comparison: Comparison) -> Table:
         Column("size", "Size", "bytes"),
         Column("tokens", "Tokens/s", ",.1f"),
         Column("same", "Same completions", ","),
-        Column("samples", "Samples", ","),
+        Column("completions", "Completions", ","),
         Column("verdict", "Against its model"),
     )
     rows = []

@@ -30,7 +30,13 @@ from stages.reporting.compare import (
 from stages.reporting.evidence import difference
 from stages.reporting.page import _difference_drawing
 from stages.reporting.runs import Run
-from stages.reporting.sections import comparison_table, comparison_text, design_words, flat_metrics
+from stages.reporting.sections import (
+    comparison_table,
+    comparison_text,
+    design_words,
+    exports_table,
+    flat_metrics,
+)
 from stages.reporting.tables import cell_text
 from tests.made_up_runs import project_params
 
@@ -244,6 +250,57 @@ def test_a_recipe_with_one_seed_takes_no_part_among_several() -> None:
     comparison = compared({"a": [0.9], "b": [0.6, 0.61], "base": [0.1]})
     assert comparison.best.name == "b"
     assert comparison.insights[0].words == "not decided, a was trained under one seed only"
+
+
+def with_export(seeds: Sequence[int], change: float, noise: float) -> Comparison:
+    """A recipe of three trainings, which vary by more than what matters, and its export under some of their seeds."""
+    runs = [
+        replace(run_of("a", scores_around(mean, seed)), completions=(f"by seed {seed}",) * len(HARDNESS))
+        for seed, mean in enumerate((0.5, 0.6, 0.7))
+    ]
+    draw = np.random.default_rng(5)
+    scores = {seed: runs[seed].columns["score"] + draw.normal(change, noise, len(HARDNESS)) for seed in seeds}
+    exports = [
+        replace(run_of("q8", each), base=runs[seed].model, completions=runs[seed].completions)
+        for seed, each in scores.items()
+    ]
+    base = contender_of(REPORT, "base", [run_of("base", scores_around(0.1, 9))], baseline=None)
+    export = replace(contender_of(REPORT, "q8", exports, baseline=None), export_of="a")
+    report = replace(REPORT, matters=0.03)
+    return compare(report, [base, contender_of(REPORT, "a", runs, baseline="base"), export])
+
+
+@pytest.mark.parametrize(
+    ("seeds", "change", "noise", "words"),
+    [
+        ((0, 1, 2), 0.0, 0.005, "q8 is as good as a: the two differ by less than 0.03 ("),
+        ((2, 1, 0), 0.0, 0.0, "q8 is as good as a: the two differ by less than 0.03 (+0.000, "),
+        ((0, 1, 2), 1.0, 0.02, "q8 is better than a by +0.99"),
+        ((2, 1), 1.0, 0.02, "q8 is better than a by +0.99"),
+        ((0, 1, 2), -0.0004, 1e-5, "q8 is worse than a by less than 0.001."),
+        ((2,), 1.0, 0.02, "not decided, q8 was scored under one seed only"),
+    ],
+)
+def test_an_export_is_compared_with_its_own_model_of_each_seed(
+    seeds: Sequence[int], change: float, noise: float, words: str
+) -> None:
+    found = with_export(seeds, change, noise)
+    assert found.insights[-1].words.startswith(words)
+    same, completions = exports_table(found).rows[0].cells[4:6]
+    assert same == completions == 60 * len(seeds)
+    assert found.headline.endswith(", better than base. Exports are not ranked.")
+    alone = with_export((), 0, 0)
+    assert alone.headline.endswith(", better than base.")
+    assert found.insights[0].words == alone.insights[0].words, "an export tells nothing of the spread of recipes"
+
+
+def test_an_export_of_another_training_is_not_compared() -> None:
+    model, other = (run_of("a", scores_around(0.5, seed)) for seed in (1, 2))
+    export = replace(
+        contender_of(REPORT, "q8", [replace(other, name="q8", base=other.model)], baseline=None), export_of="a"
+    )
+    found = compare(REPORT, [contender_of(REPORT, "a", [model], baseline="base"), export])
+    assert found.insights[-1].words == "not decided, q8 was made from another model of a than was scored"
 
 
 def test_trainings_under_one_seed_alone_cannot_be_compared() -> None:
