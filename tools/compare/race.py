@@ -15,6 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.text import Text
 
@@ -110,14 +111,15 @@ def queue(missing: Mapping[int, Sequence[str]], baselines: Sequence[str], consol
 
 
 def has_workers() -> bool:
-    """Whether anything runs DVC's queue."""
-    return ": 0 active, 0 idle" not in dvc("queue", "status", stdout=subprocess.PIPE)
+    """Whether a process runs DVC's queue. One that stops after its experiment no longer answers `dvc queue status`."""
+    processes = [each.info for each in psutil.process_iter(["cmdline", "cwd"])]
+    return any("queue-worker" in (each["cmdline"] or ()) and each["cwd"] == str(Path.cwd()) for each in processes)
 
 
-def dvc(*arguments: str, stdout: int | None = None) -> str:
-    """Run a command of DVC's and return its output, if piped; it waits for the lock of a running experiment."""
+def dvc(*arguments: str) -> None:
+    """Run a command of DVC's, which waits for the lock of a running experiment."""
     # The queue's worker is started as `dvc`; where PATH has none, DVC waits for it forever.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
     environment = {**os.environ, "PATH": path}
-    return subprocess.run(command, env=environment, stdout=stdout, text=True, check=False).stdout or ""
+    subprocess.run(command, env=environment, check=False)

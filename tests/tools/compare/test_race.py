@@ -32,7 +32,7 @@ from tests.reporting.test_compare import REPORT, run_of, scores_around
 from tests.stage_runs import read_params, write_workspace
 from tools.compare import __main__ as command
 from tools.compare.experiments import WORKSPACE, fetch, named_revisions
-from tools.compare.race import cost_words, racing_recipes, standing
+from tools.compare.race import cost_words, has_workers, racing_recipes, standing
 
 SEEDS = list(range(42, 54))
 
@@ -110,13 +110,23 @@ def test_a_race_takes_no_experiments_and_no_setting(
 
 def test_a_queue_that_nothing_runs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a restart of the machine DVC takes what ran then for running."""
-    monkeypatch.setattr(command, "comparable", lambda *_: ([], {"tight-pomp": "running", "cheap-prow": "queued"}))
+    monkeypatch.setattr(command, "comparable", lambda *_, **__: ([], {"tight-pomp": "running", "cheap-prow": "queued"}))
     monkeypatch.setattr(command, "has_workers", lambda: False)
     monkeypatch.setattr(command, "dvc", lambda *_: pytest.fail("DVC waits forever"))
     with pytest.raises(UserError, match=r"tight-pomp, cheap-prow\. .*: dvc queue kill tight-pomp;"):
         command.hold_race(
             project_params(), replace(REPORT, task="detection"), 0.03, jobs=1, console=Console(file=io.StringIO())
         )
+
+
+def test_a_queue_is_run_by_a_process_of_this_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DVC does not see one that was asked to stop and still trains."""
+    worker = [sys.executable, "-c", "input()", "exp", "queue-worker", "dvc-exp-0a1b2c-1@localhost"]
+    with subprocess.Popen(worker, cwd=tmp_path, stdin=subprocess.PIPE):
+        assert not has_workers()
+        monkeypatch.chdir(tmp_path)
+        assert has_workers()
+    assert not has_workers()
 
 
 TRAINER = """
