@@ -130,7 +130,8 @@ def named_revisions() -> tuple[dict[str, str], dict[str, str]]:
         if row.get("State") in ("Success", "", None):
             finished[name] = row["rev"]
         else:
-            others[name] = str(row["State"]).lower()
+            state = str(row["State"]).lower()
+            others[name] = "failed; dvc queue logs NAME says why" if state == "failed" else state
     return finished, others
 
 

@@ -247,11 +247,14 @@ def test_a_stale_card_is_no_seed(tmp_path: Path) -> None:
 
 def test_dvc_is_asked_again_while_its_queue_makes_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = "Experiment,rev,typ,State\n,main,baseline,\ntight-pomp,0123456,branch_commit,Success\n"
+    shown += "sad-kiln,89abcde,branch_base,Failed\n"
     error = "failed to show experiments - directory '.dvc/tmp/exps/tmpa/.dvc' does not exist"
     answers = iter([subprocess.CompletedProcess([], 255, "", error), subprocess.CompletedProcess([], 0, shown, "")])
     monkeypatch.setattr("tools.compare.experiments.subprocess.run", lambda *_, **__: next(answers))
     monkeypatch.setattr("tools.compare.experiments.time.sleep", lambda _: None)
-    assert named_revisions()[0]["tight-pomp"] == "0123456"
+    finished, others = named_revisions()
+    assert finished["tight-pomp"] == "0123456"
+    assert others == {"sad-kiln": "failed; dvc queue logs NAME says why"}
     monkeypatch.setattr(
         "tools.compare.experiments.subprocess.run", lambda *_, **__: subprocess.CompletedProcess([], 255, "", error)
     )
