@@ -107,7 +107,7 @@ def compare_experiments(
     """
     task = report.task
     with tempfile.TemporaryDirectory() as folder:
-        compared, left_out = comparable(task, names, Path(folder))
+        compared, left_out = comparable(task, names, Path(folder), with_first=bool(race))
         contenders = read_contenders(params, report, [each.data_dir for each in compared])
         comparison = compare(report, contenders)
         listed = ", ".join(each.name for each in compared)
@@ -139,7 +139,8 @@ def hold_race(params: Params, report: TaskReport, matters: float, *, jobs: int, 
     waited_for: dict[str, str] = {}
     for number in itertools.count():
         with tempfile.TemporaryDirectory() as folder:
-            compared, left_out = comparable(report.task, (), Path(folder))
+            # A race trains what params.yaml has, as the workspace.
+            compared, left_out = comparable(report.task, (), Path(folder), with_first=True)
             runs = runs_by_seed(params, report, compared)
             now = standing(report, runs, seeds, matters)
         if number == 0:

@@ -76,12 +76,14 @@ class Experiment:
 
 
 def comparable(
-    task: str, names: Sequence[str], folder: Path, *, varied: str | None = None
+    task: str, names: Sequence[str], folder: Path, *, varied: str | None = None, with_first: bool = False
 ) -> tuple[list[Experiment], dict[str, str]]:
     """(the experiments that compare, the reason for which each other one is left out), copied below `folder`.
 
-    names: the experiments to compare; empty for the workspace and all experiments of HEAD.
+    names: the experiments to compare; empty for the workspace and all experiments of HEAD. Of these, all that compare
+        with one of them are taken, the one that leaves out the fewest.
     varied: pattern of the settings that are meant to differ beside the seed.
+    with_first: whether that one is the first: the workspace, if it has a model of the task.
     Raises UserError if those named do not compare.
     """
     revisions, left_out = ({name: name for name in names}, {}) if names else named_revisions()
@@ -92,18 +94,22 @@ def comparable(
         reason = f"{'not ' if varied else ''}scored on the selection split"
         left_out |= {name: reason for name, chosen_by in selecting.items() if chosen_by != bool(varied)}
     compared = [each for each in fetched if each.name not in left_out]
-    if names and (differing := unlike(compared, task, varied)):
+    if names and (by_condition := unlike(compared, task, varied)):
         lines = [
             f"{condition}: " + "; ".join(f"{value} ({', '.join(having)})" for value, having in by_value.items())
-            for condition, by_value in differing.items()
+            for condition, by_value in by_condition.items()
         ]
         raise UserError(
             f"these experiments differ in more than {varied or 'the seed'}, which may explain a difference of their "
             f"scores:\n{listed(lines, 5)}"
         )
-    for other in compared[1:]:
-        if differing := unlike([compared[0], other], task, varied):
-            left_out[other.name] = f"unlike {compared[0].name} in {join_truncated(list(map(str, differing)))}"
+    fixed = {each.name: fixed_conditions(each, task, varied) for each in compared}
+    differing = {
+        one: {other: apart for other in fixed if (apart := _differing(fixed[one], fixed[other]))} for one in fixed
+    }
+    reference = min(differing, key=lambda one: 0 if with_first else len(differing[one]), default="")
+    for other, apart in differing.get(reference, {}).items():
+        left_out[other] = f"unlike {reference} in {join_truncated(apart)}"
     return [each for each in compared if each.name not in left_out], left_out
 
 
@@ -185,11 +191,18 @@ def unlike(
     """
     names: dict[Condition, dict[str, list[str]]] = {}
     for experiment in experiments:
-        for condition, value in conditions(experiment, task).items():
-            setting = condition.setting
-            if setting != SEED and not (setting and varied and fnmatchcase(setting, varied)):
-                names.setdefault(condition, {}).setdefault(value, []).append(experiment.name)
+        for condition, value in fixed_conditions(experiment, task, varied).items():
+            names.setdefault(condition, {}).setdefault(value, []).append(experiment.name)
     return {condition: by_value for condition, by_value in names.items() if len(by_value) > 1}
+
+
+def fixed_conditions(experiment: Experiment, task: str, varied: str | None = None) -> dict[Condition, str]:
+    """The conditions that experiments must share: all but the seed, and the settings of the pattern `varied`."""
+    return {
+        condition: value
+        for condition, value in conditions(experiment, task).items()
+        if (setting := condition.setting) != SEED and not (setting and varied and fnmatchcase(setting, varied))
+    }
 
 
 def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = None) -> dict[Condition, str]:

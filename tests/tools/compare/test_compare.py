@@ -118,6 +118,22 @@ def test_other_conditions_are_left_out_by_name_and_refused_if_named(run: Any, tm
     assert "run: dvc repro compare@detection" in run(experiments[-1:])
 
 
+@pytest.mark.parametrize(
+    ("bases", "left_out"),
+    [("abb", "e42 (unlike e43 in "), ("aabb", "e44, e45 (unlike e42 in "), ("abc", "e43, e44 (unlike e42 in ")],
+)
+def test_experiments_compare_with_the_one_that_leaves_out_the_fewest(
+    run: Any, tmp_path: Path, bases: str, left_out: str
+) -> None:
+    """The first is the workspace, which may have been changed since the others were queued."""
+    output = run(
+        [write_experiment(tmp_path / f"e{seed}", seed, base=base) for seed, base in enumerate(bases, start=42)]
+    )
+    assert f"Left out: {left_out}data/bases/vlm)" in output
+    assert ("only one seed was run, in e42 (" in output) == (bases == "abc")
+    assert ("run --queue -S 'seed=43,44' compare@detection, then: dvc queue start" in output) == (bases == "abc")
+
+
 def test_a_metric_that_ranks_nothing_is_refused_with_the_nearest(run: Any) -> None:
     Path("params.yaml").write_text(
         (ROOT / "params.yaml").read_text().replace("{mean_iou: ", "{iou_over_50: 0.1, mean_iuo: ")
