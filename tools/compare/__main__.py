@@ -48,7 +48,7 @@ from stages.reporting.evidence import LOOKS, Score, score
 from stages.reporting.page import write_report
 from stages.reporting.runs import Run, different_models, read_run, refuse_different_samples
 from stages.reporting.tables import Column, Row, Table, terminal_table
-from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words
+from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words, settings_options
 from tools.compare.race import cost_words, dvc, has_workers, queue, runs_by_seed, standing
 
 Candidate: TypeAlias = tuple[tuple[str, ...], Score]
@@ -111,12 +111,14 @@ def compare_experiments(
         contenders = read_contenders(params, report, [each.data_dir for each in compared])
         comparison = compare(report, contenders)
         listed = ", ".join(each.name for each in compared)
+        seeds = sorted({run.plan.seed for run in comparison.all_runs if run.plan})
         if not comparison.over_seeds:
+            last = max(seeds, default=params.seed)
+            options = " ".join([*settings_options(compared, task).values(), f"-S 'seed={last + 1},{last + 2}'"])
             raise UserError(
                 f"only one seed was run, in {listed} ({left_out_words(left_out)}); run more with: dvc exp run --queue "
-                f"-S 'seed=43,44' compare@{task}, then: dvc queue start; or name those to compare with EXPERIMENTS="
+                f"{options} compare@{task}, then: dvc queue start; or name those to compare with EXPERIMENTS="
             )
-        seeds = sorted({run.plan.seed for run in comparison.all_runs if run.plan})
         notes = [f"Seeds {', '.join(map(str, seeds))}, of {len(compared)} experiments: {listed}."]
         notes += [f"{left_out_words(left_out)}."] if left_out else []
         if report.matters is None:
@@ -186,22 +188,15 @@ def choose_settings(
     with tempfile.TemporaryDirectory() as folder:
         compared, left_out = comparable(task, names, Path(folder), varied=pattern)
         ranked = candidates(compared, params, report, pattern)
-        shares = {
-            value
-            for each in compared
-            for condition, value in conditions(each, task, list(ranked)).items()
-            if condition.setting == "data.selection"
-        }
+        options = settings_options(compared, task, list(ranked))
     console.print(terminal_table(candidates_table(ranked, report)))
     if left_out:
         console.print(Text(f"{left_out_words(left_out)}."), soft_wrap=True)
-    # `++` sets a value whether or not params.yaml has it.
-    best = " ".join(
-        f"-S {shlex.quote(f'++{setting}')}" for (settings, _), *_ in ranked.values() for setting in settings
-    )
-    # With another share set aside, recipes would train on other samples.
-    share = ", ".join(sorted(shares))
-    command = f"dvc exp run --queue {best} -S data.selection={share} -S scored=val -S 'seed=42,43,44' compare@{task}"
+    chosen = [setting for (settings, _), *_ in ranked.values() for setting in settings]
+    # The other settings as well, e.g. the share of samples that was set aside: else recipes train on other samples.
+    same = [option for path, option in options.items() if path != "scored" and not fnmatchcase(path, pattern)]
+    given = " ".join([*(f"-S {shlex.quote(f'++{setting}')}" for setting in chosen), *same])
+    command = f"dvc exp run --queue {given} -S scored=val -S 'seed=42,43,44' compare@{task}"
     console.print(Text(f"Train the chosen settings: {command}"), soft_wrap=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -239,6 +240,29 @@ def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = 
                 waiting.append(maker)
         values |= {Condition("file", path): short(digest) for path, digest in outside.items()}
     return dict(sorted(values.items(), key=lambda item: str(item[0])))
+
+
+def _differing(one: Mapping[Condition, str], other: Mapping[Condition, str]) -> list[str]:
+    """The conditions that both have, with other values."""
+    return [str(condition) for condition, value in one.items() if other.get(condition, value) != value]
+
+
+def settings_options(
+    experiments: Sequence[Experiment], task: str, names: Sequence[str] | None = None
+) -> dict[str, str]:
+    """Options by dotted path with which DVC runs the settings of experiments, apart from the seed, whatever params.yaml
+    has now. names: runs that it is about; None for all of the task."""
+    locked: dict[str, Any] = {}
+    for each in experiments:
+        for stage in {condition.subject for condition in conditions(each, task, names) if condition.setting}:
+            locked |= each.lock[stage]["params"]["params.yaml"]
+    then = dict(flattened(locked))
+    now = dict(flattened(YAML(typ="safe").load(Path("params.yaml").read_text(encoding="utf-8"))))
+    removed = [path for path in now if path not in then and any(path.startswith(f"{each}.") for each in locked)]
+    # `++` sets a value whether or not params.yaml has it, `~` removes it.
+    options = {path: f"++{path}={json.dumps(value)}" for path, value in then.items() if now.get(path, ...) != value}
+    options |= {path: f"~{path}" for path in removed}
+    return {path: f"-S {shlex.quote(option)}" for path, option in sorted(options.items()) if path != SEED}
 
 
 def _digests(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:

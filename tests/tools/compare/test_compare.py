@@ -154,15 +154,17 @@ def test_one_seed_is_refused(run: Any, tmp_path: Path) -> None:
 
 def write_rates(folder: Path, rates: dict[str, str], mean: dict[str, float], *, split: str | None) -> Experiment:
     """An experiment of recipes with learning rates, scored on a split; None for the validation split."""
-    lock = {}
+    lock, raw = {}, read_params(ROOT / "params.yaml")
     for number, (name, rate) in enumerate(rates.items()):
         ious = made_up_ious(mean[name], 60, seed=round(1e6 * float(rate)) + number)
         run_dir = write_made_up_run(report_runs_dir(folder, "detection"), name, ious, params=project_params())
         if split:
             metrics = json.loads((run_dir / "metrics.json").read_text())
             (run_dir / "metrics.json").write_text(json.dumps(metrics | {"split": split}))
-        settings = {"scored": split or "val", f"recipes.{name}": {"learning_rate": float(rate)}}
-        lock[f"evaluate@{name}"] = locked({}, params=settings | {"data": {"selection": 0.15}})
+        recipe = raw["recipes"][name] | {"learning_rate": float(rate), "epochs": 3}
+        del recipe["quantization"]
+        settings = {"seed": 7, "scored": split or "val", f"recipes.{name}": recipe}
+        lock[f"evaluate@{name}"] = locked({}, params=settings | {"data": raw["data"] | {"selection": 0.15}})
     return Experiment(name=folder.name, data_dir=folder, lock=lock)
 
 
@@ -186,8 +188,12 @@ def test_the_best_learning_rate_of_each_recipe_is_chosen(run: Any, tmp_path: Pat
     )
     assert (
         "dvc exp run --queue -S ++recipes.r1-llm-only.learning_rate=0.0002 -S ++recipes.r4-joint.learning_rate=0.0001 "
-        "-S data.selection=0.15 -S scored=val -S 'seed=42,43,44' compare@detection" in output
-    )
+        "-S ++data.selection=0.15 "
+        "-S ++recipes.r1-llm-only.epochs=3 -S '~recipes.r1-llm-only.quantization' "
+        "-S ++recipes.r4-joint.epochs=3 -S '~recipes.r4-joint.quantization' "
+        "-S scored=val -S 'seed=42,43,44' compare@detection" in output
+    ), "the settings that were compared, whatever params.yaml has now"
+    assert "-S '~recipes.r1-llm-only.quantization' -S 'seed=43,44' compare@detection" in by_seed
     one_value = run(experiments[:2], "--over", "recipes.*.learning_rate")
     assert "no recipe was run with several values of recipes.*.learning_rate" in one_value
     assert "no model was scored on the selection split" in run(experiments, "on-val", "--over", "recipes.*.rank")
