@@ -184,7 +184,7 @@ def test_missing_models_are_named_everywhere(incomplete: tuple[Path, str]) -> No
     assert "Two-stage against LLM-only: not decided, not run: dvc repro evaluate@r3-two-stage" in shown
     assert "r4-joint is best" in shown
     assert "better than every other that was compared" in shown
-    assert "The evidence is enough, among the models that were run<" in report(data_dir, "index.html")
+    assert "The evidence is enough, among the models that were compared<" in report(data_dir, "index.html")
 
 
 def test_the_same_runs_give_the_same_report(complete: tuple[Path, str]) -> None:

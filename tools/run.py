@@ -129,11 +129,12 @@ def steps_of(targets: Sequence[str], device: DeviceParams, *, force: bool) -> tu
 
 def refuse_unmade_inputs(stages: Iterable[Stage], outs: Sequence[Path]) -> None:
     """Raises UserError for inputs that are not here and that no stage makes. outs: of all stages of dvc.yaml."""
+    made, made_in = {*outs}, {folder for out in outs for folder in out.parents}
     unmade: dict[str, str] = {}
     for stage in stages:
         for dep in (dep for dep in stage.deps if not dep.exists):
             path = Path(dep.fspath)
-            if not any(path.is_relative_to(out) or out.is_relative_to(path) for out in outs):
+            if path not in made_in and made.isdisjoint((path, *path.parents)):
                 unmade[str(dep)] = f"{dep}, for {stage.addressing}"
     if unmade:
         raise UserError(

@@ -154,8 +154,10 @@ def refuse_missing_deps(request: Request) -> None:
             needed += [("deps", f"data/runs/{recipe}/merged"), ("params", f"recipes.{recipe}")]
     elif dataset := params.active.datasets.get(request.name) if request.stage == "prepare" else None:
         if f"stages/tasks/{dataset.task}/sources" not in declared.deps:
-            place = f"stages.prepare.foreach.{request.name}.task"
-            raise UserError(f"{place} of dvc.yaml is not {dataset.task}, which the dataset is in params.yaml")
+            place = f"stages.prepare.foreach.{request.name}"
+            raise UserError(
+                f"dvc.yaml has another task for {request.name} than params.yaml; {place}: set task: {dataset.task}"
+            )
         needed += [("deps", f"data/prepared/{part}") for part in dataset.mix or ()]
     kind = declared.name.partition("@")[0]
     lacking = [f"stages.{kind}.do.{key}:  - {line}" for key, line in needed if line not in getattr(declared, key)]

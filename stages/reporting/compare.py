@@ -258,7 +258,7 @@ class Comparison:
         model, other = (best.name, "") if self.over_seeds else (f"the model of {best.name}", "that of ")
         exports = " Exports are not ranked." if any(each.export_of for each in self.evaluated) else ""
         if rival is None:
-            words = f"{best.name} is the only model evaluated: {scored}"
+            words = f"{best.name} is the only model {'compared' if exports else 'evaluated'}: {scored}"
             if too_few(*self.counts):
                 words += f", but {_too_few(*self.counts)} it from any other"
         elif rival.is_shown:
@@ -463,7 +463,7 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
 
     If each was trained once, the sentence is about their models, and has the corrected p-value.
     """
-    interval, sure, tiny = difference.interval, "", not round(difference.mean, 3)
+    interval, sure = difference.interval, ""
     amount = f"{difference.mean:+.3f}"
     if difference.of_recipes:
         amount += f", {difference.relative:+.0%}" if difference.relative is not None else ""
@@ -474,7 +474,7 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
     match difference.verdict:
         case "too few samples":
             return f"{_too_few(difference.samples, difference.groups)} {ours} from {theirs} ({amount})"
-        case "no difference shown" if sure or tiny:
+        case "no difference shown" if sure or difference.is_tiny:
             return f"no difference shown between {ours} and {theirs} ({amount}{sure})"
         case "no difference shown":
             needed = difference.seeds_needed()
@@ -484,7 +484,7 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
         case "as good":
             return f"{ours} is as good as {theirs}: the two differ by less than {difference.matters:g} ({amount})"
         case verdict:
-            return f"{ours} is {verdict} than {theirs} by {'less than 0.001' if tiny else amount}{sure}"
+            return f"{ours} is {verdict} than {theirs} by {'less than 0.001' if difference.is_tiny else amount}{sure}"
 
 
 def p_words(p_value: float) -> str:
@@ -530,8 +530,8 @@ def _why_left_out(contender: Contender, by_name: Mapping[str, Contender], *, ove
     if contender.export_of and (model := by_name[contender.export_of]).runs:
         made = export_pairs(contender, model)
         if not made:
-            return f"{contender.name} was made from another model of {model.name} than was scored"
-        return f"{contender.name} was scored under one seed only" if over_seeds and len(made) == 1 else ""
+            return f"{contender.name} is of another model of {model.name}: dvc repro {model.stage} {contender.stage}"
+        return f"only one model of {contender.name} was scored" if over_seeds and len(made) == 1 else ""
     seeds = {run.plan.seed if run.plan else number for number, run in enumerate(contender.runs)}
     if over_seeds and contender.baseline is not None and len(seeds) == 1:
         return f"{contender.name} was trained under one seed only"

@@ -290,6 +290,11 @@ class Difference:
         return self.mean / abs(self.reference) if self.reference else None
 
     @property
+    def is_tiny(self) -> bool:
+        """Whether it rounds to 0 as it is shown, so that nothing would settle it."""
+        return not round(self.mean, 3)
+
+    @property
     def of_recipes(self) -> bool:
         return self.trainings != (1, 1)
 
@@ -386,7 +391,8 @@ def difference(
     if len({scores.shape[1:] for scores in samples}) > 1:
         raise ValueError(f"not the same samples: {[scores.shape[1:] for scores in samples]}")
     first, second = (statistic(samples[index]) for index in pair)  # (trainings, samples)
-    by_sample = (1 if higher_is_better else -1) * (first[:, None] - second[None])  # (ours, theirs, samples)
+    gaps = (first - second)[None] if paired else first[:, None] - second[None]
+    by_sample = (1 if higher_is_better else -1) * gaps  # (..., pairs of models, samples)
     (ours, of_groups), (theirs, _) = (by_group(samples[index], statistic, groups) for index in pair)
     num_drawn = ours.shape[1]
     our_values, their_values = of_groups(ours.mean(axis=1)), of_groups(theirs.mean(axis=1))
@@ -552,11 +558,11 @@ class Race:
 
 def _p_unseen(trained: Floats, statistic: Statistic, matters: float) -> float:
     """The chance that no sample shows a change which alters the score by what matters, each of such samples by one
-    standard deviation of the samples: where completions hardly differ, the variance says nothing of what other samples
-    would show. trained: (trainings, samples, columns)."""
-    by_sample = _summary(trained, statistic)[3]
-    deviation = by_sample.std(ddof=1)
-    return float((1 - min(1.0, matters / deviation)) ** len(by_sample)) if deviation else 1.0
+    standard deviation of a model's samples: where completions hardly differ, the variance says nothing of what other
+    samples would show. trained: (trainings, samples, columns)."""
+    by_sample = _summary(trained[:, None], statistic)[3]  # (trainings, samples)
+    deviation = by_sample.std(axis=-1, ddof=1).mean()
+    return float((1 - min(1.0, matters / deviation)) ** by_sample.shape[-1]) if deviation else 1.0
 
 
 def _as_trainings(values: Floats) -> Floats:

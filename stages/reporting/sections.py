@@ -203,7 +203,7 @@ def evidence_table(comparison: Comparison) -> Table:
     lead = (
         "The interval and p belong to a single question; corrected p takes into account that all of them were asked. "
         "Ahead and behind are the samples on which every model of the first beats, or loses to, every model of the "
-        "second."
+        "second; every model of an export, the one that it was made from."
     )
     return Table.of(columns, rows, title="The evidence in figures", lead=lead)
 

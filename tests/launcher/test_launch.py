@@ -175,7 +175,7 @@ def test_dependencies_that_dvc_yaml_lacks_are_refused_with_the_lines_to_add() ->
 def test_a_dataset_that_dvc_yaml_prepares_as_another_task_is_refused() -> None:
     other = replace(PARAMS.active.datasets["conversations"], task="amr")
     profile = replace(PARAMS.active, datasets={**PARAMS.active.datasets, "conversations": other})
-    with pytest.raises(UserError, match=r"stages\.prepare\.foreach\.conversations\.task of dvc.yaml is not amr"):
+    with pytest.raises(UserError, match=r"stages\.prepare\.foreach\.conversations: set task: amr"):
         refuse_missing_deps(
             request("prepare", "conversations", params=replace(PARAMS, profiles={PARAMS.profile: profile}))
         )

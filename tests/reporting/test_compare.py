@@ -278,7 +278,7 @@ def with_export(seeds: Sequence[int], change: float, noise: float) -> Comparison
         ((0, 1, 2), 1.0, 0.02, "q8 is better than a by +0.99"),
         ((2, 1), 1.0, 0.02, "q8 is better than a by +0.99"),
         ((0, 1, 2), -0.0004, 1e-5, "q8 is worse than a by less than 0.001."),
-        ((2,), 1.0, 0.02, "not decided, q8 was scored under one seed only"),
+        ((2,), 1.0, 0.02, "not decided, only one model of q8 was scored"),
     ],
 )
 def test_an_export_is_compared_with_its_own_model_of_each_seed(
@@ -286,12 +286,14 @@ def test_an_export_is_compared_with_its_own_model_of_each_seed(
 ) -> None:
     found = with_export(seeds, change, noise)
     assert found.insights[-1].words.startswith(words)
+    if (gap := found.insights[-1].difference) and change:
+        assert gap.ahead + gap.behind == 60, "each model against its own export"
     same, completions = exports_table(found).rows[0].cells[4:6]
     assert same == completions == 60 * len(seeds)
     assert found.headline.endswith(", better than base. Exports are not ranked.")
     alone = with_export((), 0, 0)
     assert alone.headline.endswith(", better than base.")
-    assert found.insights[0].words == alone.insights[0].words, "an export tells nothing of the spread of recipes"
+    assert found.insights[0].words == alone.insights[0].words, "exports do not count in the spread of recipes"
 
 
 def test_an_export_of_another_training_is_not_compared() -> None:
@@ -300,7 +302,7 @@ def test_an_export_of_another_training_is_not_compared() -> None:
         contender_of(REPORT, "q8", [replace(other, name="q8", base=other.model)], baseline=None), export_of="a"
     )
     found = compare(REPORT, [contender_of(REPORT, "a", [model], baseline="base"), export])
-    assert found.insights[-1].words == "not decided, q8 was made from another model of a than was scored"
+    assert found.insights[-1].words == "not decided, q8 is of another model of a: dvc repro evaluate@a evaluate@q8"
 
 
 def test_trainings_under_one_seed_alone_cannot_be_compared() -> None:

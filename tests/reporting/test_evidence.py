@@ -450,3 +450,11 @@ def test_a_model_is_as_good_as_another_if_enough_samples_hardly_differ(
     other = np.where(np.arange(samples) < changed, 1 - scores, scores)
     (answer,) = as_family([difference([scores[None], other[None]], matters=0.05)])
     assert (answer.verdict == "as good") == claimed
+
+
+def test_how_much_samples_vary_is_that_of_a_model_and_not_of_the_mean_over_seeds() -> None:
+    """Two models that are right on opposite halves, and exports that answer alike."""
+    one = np.arange(200) % 2.0
+    for models in ([one], [one, 1 - one]):
+        gap = difference([np.stack(models)] * 2, matters=0.05, paired=True)
+        assert 0 < gap.p_as_good < 1e-6

@@ -31,7 +31,8 @@ from rich.console import Console
 from rich.text import Text
 
 from stages import tasks
-from stages.core.errors import UserError
+from stages.core.errors import UserError, join_truncated
+from stages.core.lineage import short
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import nearest, refusal
@@ -48,7 +49,7 @@ from stages.reporting.evidence import LOOKS, Score, score
 from stages.reporting.page import write_report
 from stages.reporting.runs import Run, different_models, read_run, refuse_different_samples
 from stages.reporting.tables import Column, Row, Table, terminal_table
-from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words, settings_options
+from tools.compare.experiments import SELECTION, Experiment, changed_settings, comparable, conditions, left_out_words
 from tools.compare.race import cost_words, dvc, has_workers, queue, runs_by_seed, standing
 
 Candidate: TypeAlias = tuple[tuple[str, ...], Score]
@@ -114,10 +115,10 @@ def compare_experiments(
         seeds = sorted({run.plan.seed for run in comparison.all_runs if run.plan})
         if not comparison.over_seeds:
             last = max(seeds, default=params.seed)
-            options = " ".join([*settings_options(compared, task).values(), f"-S 'seed={last + 1},{last + 2}'"])
             raise UserError(
                 f"only one seed was run, in {listed} ({left_out_words(left_out)}); run more with: dvc exp run --queue "
-                f"{options} compare@{task}, then: dvc queue start; or name those to compare with EXPERIMENTS="
+                f"-S 'seed={last + 1},{last + 2}' compare@{task}, then: dvc queue start; or name those to compare with "
+                f"EXPERIMENTS={_changed_words(compared, task)}"
             )
         notes = [f"Seeds {', '.join(map(str, seeds))}, of {len(compared)} experiments: {listed}."]
         notes += [f"{left_out_words(left_out)}."] if left_out else []
@@ -140,6 +141,7 @@ def hold_race(params: Params, report: TaskReport, matters: float, *, jobs: int, 
     queued: set[tuple[int, str]] = set()
     waited_for: dict[str, str] = {}
     for number in itertools.count():
+        working = has_workers()  # before the states are read: what runs now may end meanwhile
         with tempfile.TemporaryDirectory() as folder:
             # A race trains what params.yaml has, as the workspace.
             compared, left_out = comparable(report.task, (), Path(folder), with_first=True)
@@ -149,7 +151,7 @@ def hold_race(params: Params, report: TaskReport, matters: float, *, jobs: int, 
             console.print(Text(cost_words(runs, seeds)), soft_wrap=True)
         if pending := {name: state for name, state in left_out.items() if state in ("queued", "running")}:
             # DVC waits forever for what ran when the machine went down.
-            if pending == waited_for or ("running" in pending.values() and not has_workers()):
+            if pending == waited_for or ("running" in pending.values() and not working):
                 running = " ".join(name for name, state in pending.items() if state == "running")
                 fix = (
                     f"If nothing runs there any more: dvc queue kill {running}"
@@ -188,16 +190,24 @@ def choose_settings(
     with tempfile.TemporaryDirectory() as folder:
         compared, left_out = comparable(task, names, Path(folder), varied=pattern)
         ranked = candidates(compared, params, report, pattern)
-        options = settings_options(compared, task, list(ranked))
+        shares = {
+            value
+            for each in compared
+            for condition, value in conditions(each, task, list(ranked)).items()
+            if condition.setting == "data.selection"
+        }
+        changed = _changed_words(compared, task, but=(pattern, "data.selection", "scored"))
     console.print(terminal_table(candidates_table(ranked, report)))
     if left_out:
         console.print(Text(f"{left_out_words(left_out)}."), soft_wrap=True)
-    chosen = [setting for (settings, _), *_ in ranked.values() for setting in settings]
-    # The other settings as well, e.g. the share of samples that was set aside: else recipes train on other samples.
-    same = [option for path, option in options.items() if path != "scored" and not fnmatchcase(path, pattern)]
-    given = " ".join([*(f"-S {shlex.quote(f'++{setting}')}" for setting in chosen), *same])
-    command = f"dvc exp run --queue {given} -S scored=val -S 'seed=42,43,44' compare@{task}"
-    console.print(Text(f"Train the chosen settings: {command}"), soft_wrap=True)
+    # `++` sets a value whether or not params.yaml has it.
+    best = " ".join(
+        f"-S {shlex.quote(f'++{setting}')}" for (settings, _), *_ in ranked.values() for setting in settings
+    )
+    # With another share set aside, recipes would train on other samples.
+    share = ", ".join(sorted(shares))
+    command = f"dvc exp run --queue {best} -S data.selection={share} -S scored=val -S 'seed=42,43,44' compare@{task}"
+    console.print(Text(f"Train the chosen settings: {command}{changed}"), soft_wrap=True)
 
 
 def candidates(
@@ -262,6 +272,15 @@ def candidates_table(ranked: Mapping[str, Sequence[Candidate]], report: TaskRepo
             cells = (recipe, shown, scored.mean, scored.interval, len(scored.by_training), "" if rank else "chosen")
             rows.append(Row(cells=cells, emphasised=rank == 0))
     return Table(columns=columns, rows=tuple(rows))
+
+
+def _changed_words(experiments: Sequence[Experiment], task: str, *, but: Sequence[str] = ()) -> str:
+    """The end of a command that trains more, if params.yaml has other settings than these experiments. but: patterns of
+    settings that may differ."""
+    changed = [path for path in changed_settings(experiments, task) if not any(fnmatchcase(path, each) for each in but)]
+    commits = [each.commit for each in experiments if each.commit]
+    see = f" (git diff {short(commits[0])} -- params.yaml)" if commits else ""
+    return f"\nFirst: params.yaml has other settings by now: {join_truncated(changed)}{see}" if changed else ""
 
 
 def _missing_words(experiments: Sequence[Experiment], task: str, names: Sequence[str]) -> list[str]:

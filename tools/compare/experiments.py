@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -55,6 +54,8 @@ class Experiment:
     name: str
     data_dir: Path
     """Has the layout of a workspace's data/, with the runs of a task and the launcher's records."""
+    commit: str = ""
+    """Git's, which has its params.yaml; empty for the workspace."""
     lock: Mapping[str, Any]
     """The stages of dvc.lock, by name: their settings, and the digests of what they read and wrote."""
 
@@ -81,10 +82,10 @@ def comparable(
 ) -> tuple[list[Experiment], dict[str, str]]:
     """(the experiments that compare, the reason for which each other one is left out), copied below `folder`.
 
-    names: the experiments to compare; empty for the workspace and all experiments of HEAD. Of these, all that compare
-        with one of them are taken, the one that leaves out the fewest.
+    names: the experiments to compare; empty for the workspace and all experiments of HEAD, of which the largest set is
+        taken that all compare with each other.
     varied: pattern of the settings that are meant to differ beside the seed.
-    with_first: whether that one is the first: the workspace, if it has a model of the task.
+    with_first: whether that is a set with the first of them: the workspace, if it has a model of the task.
     Raises UserError if those named do not compare.
     """
     revisions, left_out = ({name: name for name in names}, {}) if names else named_revisions()
@@ -108,9 +109,11 @@ def comparable(
     differing = {
         one: {other: apart for other in fixed if (apart := _differing(fixed[one], fixed[other]))} for one in fixed
     }
-    reference = min(differing, key=lambda one: 0 if with_first else len(differing[one]), default="")
-    for other, apart in differing.get(reference, {}).items():
-        left_out[other] = f"unlike {reference} in {join_truncated(apart)}"
+    sets = [_alike(one, differing) for one in list(fixed)[: 1 if with_first else None]]
+    chosen = max(sets, key=len, default=[])
+    for other in (each for each in fixed if each not in chosen):
+        unlike_it = next(one for one in chosen if other in differing[one])
+        left_out[other] = f"unlike {unlike_it} in {join_truncated(differing[unlike_it][other])}"
     return [each for each in compared if each.name not in left_out], left_out
 
 
@@ -161,7 +164,8 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
     wanted = (report_runs_dir(data, task), Path(PROVENANCE_DIR), memory_dir)
     try:
         with Repo() as repo:
-            files = DVCFileSystem(rev=resolve_rev(repo.scm, revision))  # it takes an unknown one for an empty folder
+            commit = resolve_rev(repo.scm, revision)
+            files = DVCFileSystem(rev=commit)  # it takes an unknown one for an empty folder
         lock = _stages(files.read_text("dvc.lock")) if files.exists("dvc.lock") else {}
         made = [Path(output["path"]) for entry in lock.values() for output in entry.get("outs", [])]
         # An output of a stage that has not run cannot be copied, nor a folder that it is in; nor one of a stage that
@@ -175,7 +179,7 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
         raise UserError(
             f"experiment {name} cannot be read: {error}; if it was run elsewhere: dvc exp pull REMOTE {name}"
         ) from None
-    return Experiment(name=name, data_dir=data_dir, lock=lock)
+    return Experiment(name=name, data_dir=data_dir, commit=commit, lock=lock)
 
 
 def _stages(lock: str) -> Mapping[str, Any]:
@@ -242,27 +246,32 @@ def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = 
     return dict(sorted(values.items(), key=lambda item: str(item[0])))
 
 
+def _alike(reference: str, differing: Mapping[str, Container[str]]) -> list[str]:
+    """The reference, and each further experiment that compares with all before it. differing: from each, by name."""
+    chosen = [reference]
+    for other in differing:
+        if other != reference and not any(other in differing[one] for one in chosen):
+            chosen.append(other)
+    return chosen
+
+
 def _differing(one: Mapping[Condition, str], other: Mapping[Condition, str]) -> list[str]:
     """The conditions that both have, with other values."""
     return [str(condition) for condition, value in one.items() if other.get(condition, value) != value]
 
 
-def settings_options(
-    experiments: Sequence[Experiment], task: str, names: Sequence[str] | None = None
-) -> dict[str, str]:
-    """Options by dotted path with which DVC runs the settings of experiments, apart from the seed, whatever params.yaml
-    has now. names: runs that it is about; None for all of the task."""
+def changed_settings(experiments: Sequence[Experiment], task: str) -> list[str]:
+    """Dotted paths of the settings, apart from the seed, that params.yaml has not as experiments that compare ran with
+    them."""
     locked: dict[str, Any] = {}
     for each in experiments:
-        for stage in {condition.subject for condition in conditions(each, task, names) if condition.setting}:
+        for stage in {condition.subject for condition in conditions(each, task) if condition.setting}:
             locked |= each.lock[stage]["params"]["params.yaml"]
     then = dict(flattened(locked))
-    now = dict(flattened(YAML(typ="safe").load(Path("params.yaml").read_text(encoding="utf-8"))))
-    removed = [path for path in now if path not in then and any(path.startswith(f"{each}.") for each in locked)]
-    # `++` sets a value whether or not params.yaml has it, `~` removes it.
-    options = {path: f"++{path}={json.dumps(value)}" for path, value in then.items() if now.get(path, ...) != value}
-    options |= {path: f"~{path}" for path in removed}
-    return {path: f"-S {shlex.quote(option)}" for path, option in sorted(options.items()) if path != SEED}
+    everything = flattened(YAML(typ="safe").load(Path("params.yaml").read_text(encoding="utf-8")))
+    now = {path: value for path, value in everything if any(f"{path}.".startswith(f"{each}.") for each in locked)}
+    changed = (path for path in then.keys() | now.keys() if then.get(path, ...) != now.get(path, ...))
+    return sorted(path for path in changed if path != SEED)
 
 
 def _digests(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:

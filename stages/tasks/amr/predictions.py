@@ -12,12 +12,11 @@ from stages.core.errors import UserError, pluralize
 from stages.data.conversation import Conversation
 from stages.data.texts import UnreadableText, markup_problem
 from stages.tasks.amr.samples import decode, question, repaired
-from stages.tasks.amr.samples.blocks import read_blocks, read_lines
+from stages.tasks.amr.samples.blocks import Block, read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import Node, penman_lines
 
 log = logging.getLogger(__name__)
 
-_OF_GRAPH = re.compile(r"\s*[(:)]")
 _FIELD = re.compile(r"\s*#\s*::")
 
 EMPTY = Node("amr-empty")
@@ -41,8 +40,8 @@ def read_inputs(path: Path) -> list[str]:
     """The sentences of a file: its `#::snt` lines if it has any (graphs are skipped), or else its lines that are not
     blank.
 
-    Raises UserError if the file is missing, empty or not UTF-8, for a block without a sentence, and for lines of the
-    other form.
+    Raises UserError if the file is missing, empty or not UTF-8, for a block without a sentence, for a line that is
+    neither a sentence nor of a graph, and for fields of AMR if no sentence is marked.
     """
     try:
         lines = read_lines(path)
@@ -51,9 +50,9 @@ def read_inputs(path: Path) -> list[str]:
     blocks = list(read_blocks(lines))
     if any(block.sentence is not None for block in blocks):
         numbered = [(block.line, block.sentence) for block in blocks]
-        if stray := [line for block in blocks for line in block.graph if line and not _OF_GRAPH.match(line)]:
+        if stray := next(filter(None, map(_outside_graphs, blocks)), None):
             raise UserError(
-                f"{path} line {lines.index(stray[0]) + 1}: neither a graph nor marked as a sentence, as others are; "
+                f"{path} line {lines.index(stray) + 1}: neither a graph nor marked as a sentence, as others are; "
                 "expected #::snt SENTENCE"
             )
     else:
@@ -70,6 +69,17 @@ def read_inputs(path: Path) -> list[str]:
         if problem := markup_problem(sentence):
             raise UserError(f"{path} line {number}: {problem}")
     return [str(sentence) for _, sentence in numbered]
+
+
+def _outside_graphs(block: Block) -> str | None:
+    """The first line of a block that begins where no bracket is open, and opens none."""
+    depth = 0
+    for line in block.graph:
+        if depth <= 0 and line and not line.lstrip().startswith("("):
+            return line
+        brackets = re.sub(r'"[^"]*"', "", line)
+        depth += brackets.count("(") - brackets.count(")")
+    return None
 
 
 def conversation(sentence: str, *, answer_format: str) -> Conversation:

@@ -25,7 +25,7 @@ def sentences_in(tmp_path: Path, content: str | bytes) -> list[str]:
         "\n tôi đi . \n\nanh ở lại .\n\n\n",
         "#::snt tôi đi .\r\n#::snt anh ở lại .\r\n",
         "# ::id 1\n# ::snt tôi đi .\n\n# ::id 2\n# ::snt anh ở lại .\n",
-        "#::snt tôi đi .\n(đ / đi\n    :agent(t / tôi))\n\n#::snt anh ở lại .\n(hỏng\n",
+        '#::snt tôi đi .\n(đ / đi\n    :agent(t\n/ tôi\n))\n(x / ":)")\n\n#::snt anh ở lại .\n(hỏng\n',
     ],
 )
 def test_sentences_are_read_from_every_form(tmp_path: Path, content: str) -> None:

@@ -132,6 +132,21 @@ def test_experiments_compare_with_the_one_that_leaves_out_the_fewest(
     assert f"Left out: {left_out}data/bases/vlm)" in output
     assert ("only one seed was run, in e42 (" in output) == (bases == "abc")
     assert ("run --queue -S 'seed=43,44' compare@detection, then: dvc queue start" in output) == (bases == "abc")
+    assert "params.yaml has other settings" not in output
+
+
+def test_an_experiment_without_a_recipe_joins_no_two_that_differ_in_it(run: Any, tmp_path: Path) -> None:
+    lacking = {44: ("r2-vision-only",)}
+    experiments = [
+        write_experiment(tmp_path / f"e{seed}", seed, leave_out=lacking.get(seed, ())) for seed in range(42, 47)
+    ]
+    for each, rate in zip(experiments, (5e-4, 5e-4, None, 9e-4, 9e-4), strict=True):
+        if rate:
+            settings = each.lock["evaluate@r2-vision-only"]["params"]["params.yaml"]
+            settings["recipes.r2-vision-only"] = {"learning_rate": rate}
+    output = run(experiments)
+    assert "Seeds 42, 43, 44, of 3 experiments: e42, e43, e44." in output
+    assert "Left out: e45, e46 (unlike e42 in evaluate@r2-vision-only: recipes.r2-vision-only.learning_rate)" in output
 
 
 def test_a_metric_that_ranks_nothing_is_refused_with_the_nearest(run: Any) -> None:
@@ -154,18 +169,17 @@ def test_one_seed_is_refused(run: Any, tmp_path: Path) -> None:
 
 def write_rates(folder: Path, rates: dict[str, str], mean: dict[str, float], *, split: str | None) -> Experiment:
     """An experiment of recipes with learning rates, scored on a split; None for the validation split."""
-    lock, raw = {}, read_params(ROOT / "params.yaml")
+    lock = {}
     for number, (name, rate) in enumerate(rates.items()):
         ious = made_up_ious(mean[name], 60, seed=round(1e6 * float(rate)) + number)
         run_dir = write_made_up_run(report_runs_dir(folder, "detection"), name, ious, params=project_params())
         if split:
             metrics = json.loads((run_dir / "metrics.json").read_text())
             (run_dir / "metrics.json").write_text(json.dumps(metrics | {"split": split}))
-        recipe = raw["recipes"][name] | {"learning_rate": float(rate), "epochs": 3}
-        del recipe["quantization"]
-        settings = {"seed": 7, "scored": split or "val", f"recipes.{name}": recipe}
-        lock[f"evaluate@{name}"] = locked({}, params=settings | {"data": raw["data"] | {"selection": 0.15}})
-    return Experiment(name=folder.name, data_dir=folder, lock=lock)
+        recipe = read_params(ROOT / "params.yaml")["recipes"][name] | {"learning_rate": float(rate), "epochs": 99}
+        settings = {"scored": split or "val", f"recipes.{name}": recipe}
+        lock[f"evaluate@{name}"] = locked({}, params=settings | {"data": {"selection": 0.15, "skip_invalid": False}})
+    return Experiment(name=folder.name, data_dir=folder, commit="0123456789abcdef", lock=lock)
 
 
 def test_the_best_learning_rate_of_each_recipe_is_chosen(run: Any, tmp_path: Path) -> None:
@@ -188,12 +202,10 @@ def test_the_best_learning_rate_of_each_recipe_is_chosen(run: Any, tmp_path: Pat
     )
     assert (
         "dvc exp run --queue -S ++recipes.r1-llm-only.learning_rate=0.0002 -S ++recipes.r4-joint.learning_rate=0.0001 "
-        "-S ++data.selection=0.15 "
-        "-S ++recipes.r1-llm-only.epochs=3 -S '~recipes.r1-llm-only.quantization' "
-        "-S ++recipes.r4-joint.epochs=3 -S '~recipes.r4-joint.quantization' "
-        "-S scored=val -S 'seed=42,43,44' compare@detection" in output
-    ), "the settings that were compared, whatever params.yaml has now"
-    assert "-S '~recipes.r1-llm-only.quantization' -S 'seed=43,44' compare@detection" in by_seed
+        "-S data.selection=0.15 -S scored=val -S 'seed=42,43,44' compare@detection\n"
+        "First: params.yaml has other settings by now: recipes.r1-llm-only.epochs, recipes.r4-joint.epochs (git diff "
+        "0123456789ab -- params.yaml)\n" in output
+    )
     one_value = run(experiments[:2], "--over", "recipes.*.learning_rate")
     assert "no recipe was run with several values of recipes.*.learning_rate" in one_value
     assert "no model was scored on the selection split" in run(experiments, "on-val", "--over", "recipes.*.rank")
