@@ -22,9 +22,9 @@ from stages.models.certificate import QuantizationCost
 from stages.publish import publish_run
 from stages.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, sign, signing_key, statement
 from stages.reporting.runs import copy_to_report, report_runs_dir
-from tests import ROOT
 from tests.made_up_records import CERTIFICATE, PROVENANCE
 from tests.made_up_runs import made_up_ious, project_params, write_made_up_run
+from tests.stage_runs import few_photographs
 from tests.tasks import prepare
 
 RUN = "r4-joint"
@@ -39,9 +39,8 @@ def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None
     folder.mkdir(exist_ok=True)
     shutil.copy(Path(__file__).parent.parent / "params.yaml", folder)
     prepared_dir = data_dir / "prepared/nutrition-tables"
-    source = params.dataset("nutrition-tables").source
-    with contextlib.chdir(ROOT):
-        prepare("detection", source, out_dir=prepared_dir, limit=LimitParams(train=2, val=2))
+    source = f"folder:{few_photographs().name}"
+    prepare("detection", source, out_dir=prepared_dir, limit=LimitParams(train=2, val=2))
     base = _model(data_dir / "bases/vlm", "base", "vlm", source=base_source or {"folder": "data/tiny/qwen2-vl"})
     run_dir = write_made_up_run(data_dir / "runs", RUN, made_up_ious(0.6, 40, seed=1), params=params, num_examples=2)
     for path in run_dir.glob("model_lineage.json"):  # that of a card

@@ -1,11 +1,14 @@
 """Stages run in this process, as the pipeline runs them, in the working folder."""
 
 from contextlib import chdir
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import pyarrow.parquet as pq
 from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
@@ -66,6 +69,15 @@ def write_workspace(folder: Path, raw: dict[str, Any]) -> None:
     (folder / "data/tiny").symlink_to(ROOT / "data/tiny")
 
 
+@cache
+def few_photographs() -> TemporaryDirectory[str]:
+    """Some of the demo's photographs: of a dataset each one is read, however few are kept."""
+    folder = TemporaryDirectory()
+    for path in (ROOT / "data/tiny/nutrition-tables/data").iterdir():
+        pq.write_table(pq.read_table(path).slice(0, 40), Path(folder.name, path.name))
+    return folder
+
+
 def small_params(vlm_dir: Path | None = None, *, root: str = f"{ROOT}/", max_new_tokens: int = 8) -> dict[str, Any]:
     """The shipped parameters, with less of everything.
 
@@ -81,6 +93,8 @@ def small_params(vlm_dir: Path | None = None, *, root: str = f"{ROOT}/", max_new
         dataset["source"] = dataset["source"].replace("folder:", f"folder:{root}")
         if dataset["source"] != "mix":
             dataset["limit"] = {"train": 10, "val": 5}
+    if root:
+        tiny["datasets"]["nutrition-tables"]["source"] = f"folder:{few_photographs().name}"
     tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
     tiny["memory"]["micro_batch"] = 2
     tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": max_new_tokens}

@@ -20,6 +20,7 @@ from stages.data.splits import to_row
 from stages.tasks.amr.samples import parse_record
 from tests import ROOT
 from tests.damage import damaged_bytes, quick
+from tests.stage_runs import few_photographs
 from tests.tasks import TASKS, asked_of_a_model, prepare
 from tests.tasks.chat.conversations import record as conversation_record
 from tests.tasks.detection.rows import record
@@ -38,10 +39,10 @@ DATA = {"detection": "nutrition-tables", "amr": "visempar", "moe": "truthfulqa",
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_trains_on_samples_as_often_as_their_file_says(task: str, tmp_path: Path) -> None:
-    found = []
+    data_dir, found = few_photographs().name if task == "detection" else ROOT / "data/tiny" / DATA[task], []
     for folder, repeat in (("once", {}), ("thrice", {"*train*": 3})):
-        source, limit = f"folder:{ROOT}/data/tiny/{DATA[task]}", LimitParams(train=4, val=2)
-        prepare(task, source, out_dir=tmp_path / folder, limit=limit, repeat=repeat)
+        limit = LimitParams(train=4, val=2)
+        prepare(task, f"folder:{data_dir}", out_dir=tmp_path / folder, limit=limit, repeat=repeat)
         samples = load_task(task, "samples")
         found.append({split: samples.read_split(tmp_path / folder, split) for split in ("train", "val")})
     once, thrice = found

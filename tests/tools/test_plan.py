@@ -26,7 +26,7 @@ from stages.planning.prediction import Prediction
 from tests import ROOT
 from tests.made_up_records import PROVENANCE
 from tests.memory.test_fit import predicted as prediction_of
-from tests.stage_runs import done, read_params, refused, write_params, write_workspace
+from tests.stage_runs import done, few_photographs, read_params, refused, write_params, write_workspace
 from tools import plan as tool
 from tools import timing
 from tools.plan import available_data, available_inputs, other_settings, root_base, trainable_recipes
@@ -48,7 +48,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
         profile["memory"] |= {"micro_batch": 16, "fit": "refuse"}
         profile["evaluation"]["batch_size"] = 8
-    raw["profiles"]["tiny"]["datasets"]["nutrition-tables"]["limit"] = {"train": 8, "val": 4}
+    photographs = raw["profiles"]["tiny"]["datasets"]["nutrition-tables"]
+    photographs |= {"source": f"folder:{few_photographs().name}", "limit": {"train": 8, "val": 4}}
     for recipe in raw["recipes"].values():
         recipe["max_length"] = 512
     write_workspace(tmp_path, raw)
