@@ -1,6 +1,6 @@
 """Stages run in this process, as the pipeline runs them, in the working folder."""
 
-from contextlib import chdir
+from contextlib import AbstractContextManager, chdir
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 
 from tests import ROOT
 from tests.documents import write_yaml
+from tests.memory.test_fit import predicted
 
 ANSWER_TOKENS = 64
 """Enough for every reference answer of a box."""
@@ -29,6 +30,11 @@ def done(stage: str, name: str) -> None:
     with patch("stages.memory.preview.require_answer_room", return_value=""):
         result = run(stage, name)
     assert result.exit_code == 0, result.output + str(result.exc_info)
+
+
+def made_up_memory() -> AbstractContextManager[Any]:
+    """A training is predicted to take a GiB. Recording its step takes most of a plan's time."""
+    return patch("stages.memory.predict.predict", lambda *_: predicted(1))
 
 
 def made(folder: Path, raw: dict[str, Any], *stages: tuple[str, str]) -> Path:

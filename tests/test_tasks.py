@@ -29,7 +29,7 @@ from stages.tasks.amr.samples.blocks import read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import read_graph
 from tests import ROOT
 from tests.data.images import png
-from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
+from tests.stage_runs import all_the_way, done, made_up_memory, read_params, refused, small_params, write_params
 from tests.tiny import generator_of
 
 pytestmark = pytest.mark.pipeline
@@ -257,7 +257,8 @@ def test_a_guard_is_kept_out_of_trainings_and_counts_in_the_memory_of_evaluation
     assert "1 row of guards.held would be trained on: rows.jsonl:1 is train.jsonl:1; remove" in message
     short = read_memory("chat-full").evaluation_bytes
     prepare("A longer answer than any. " * 200)
-    done("plan", "chat-full")
+    with made_up_memory():  # of its training
+        done("plan", "chat-full")
     planned = read_memory("chat-full").evaluation_bytes
     assert planned > short
     model = AutoModelForImageTextToText.from_pretrained("data/bases/assistant", dtype=torch.float32).eval()
@@ -344,6 +345,7 @@ def test_a_vision_model_trains_on_texts_alone_and_its_tower_on_images_alone(
     write_params(changed(read_params(), {"recipes.chat-full.parts": parts}))
     done("prepare", "conversations")
     assert ("images" in pq.read_schema("data/prepared/conversations/train.parquet").names) == ("vision" in parts)
-    for stage in ("plan", "train", "merge"):
-        done(stage, "chat-full")
+    with made_up_memory():
+        for stage in ("plan", "train", "merge"):
+            done(stage, "chat-full")
     assert not MergeCertificate.read(Path("data/runs/chat-full/merge.json"), fix="").problems()

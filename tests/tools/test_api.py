@@ -14,7 +14,7 @@ from stages.core.params import load_params
 from stages.reporting.runs import report_runs_dir
 from tests import ROOT
 from tests.made_up_runs import made_up_ious, write_made_up_run
-from tests.stage_runs import read_params, write_workspace
+from tests.stage_runs import made_up_memory, read_params, write_workspace
 from tools import api
 
 
@@ -55,7 +55,8 @@ def test_every_cell_of_the_tour_runs(workspace: Path, capsys: pytest.CaptureFixt
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert not any(cell.get("outputs") for cell in cells)
     known: dict[str, Any] = {}
-    exec("\n".join(code), known)  # noqa: S102 - our own
+    with made_up_memory():
+        exec("\n".join(code), known)  # noqa: S102 - our own
     assert known["example"].size > (100, 100)
     printed, _ = capsys.readouterr()
     for part in ("better on ", "++recipes.r1-llm-only.lora.rank=8' evaluate@r1-llm-only", "fits: "):

@@ -29,7 +29,7 @@ from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, draw_boxes
 from stages.tasks.moe.samples import Record, conversation
 from tests import ROOT
 from tests.data.images import bomb
-from tests.stage_runs import done, small_params, write_params
+from tests.stage_runs import done, made_up_memory, small_params, write_params
 from tests.tasks.moe.made_up import fact, meeting
 from tools.try_run import __main__ as command
 from tools.try_run.forms import FORMS, Form, MoeForm, escaped, following, mermaid
@@ -54,9 +54,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw = small_params()
     raw["profiles"]["tiny"]["evaluation"]["max_new_tokens"] = 48
     for name in (DETECTION, AMR):
-        raw["recipes"][name].update(max_steps=2, validation=None)
+        raw["recipes"][name].update(max_steps=2, validation=None, quantization="none")
     raw["predictions"] = {"unknown": {"task": "amr", "recipe": AMR, "inputs": "data/unknown.txt"}}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, made_up_memory():
         patch.chdir(workspace)
         write_params(raw)
         for base, data in (("vlm", "nutrition-tables"), ("llm", "visempar")):
