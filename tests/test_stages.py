@@ -20,14 +20,23 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 import stages.train
 from stages.core.errors import UserError
 from stages.core.lineage import read_lineage, true_base, verified_lineage, write_lineage
-from stages.memory.calibration import load_calibration
 from stages.models.certificate import MergeCertificate
 from stages.models.folders import remove_weights, weight_files
-from stages.planning.cards import usable_bytes
 from stages.planning.plan import read_plan
 from stages.train import read_base, read_inputs
 from tests.damage import flip
-from tests.stage_runs import ANSWER_TOKENS, all_the_way, done, made, read_params, refused, small_params, write_params
+from tests.memory.test_fit import predicted
+from tests.stage_runs import (
+    ANSWER_TOKENS,
+    all_the_way,
+    done,
+    made,
+    made_up_memory,
+    read_params,
+    refused,
+    small_params,
+    write_params,
+)
 from tests.training.two_processes import run_two
 
 pytestmark = pytest.mark.pipeline
@@ -293,13 +302,15 @@ def test_two_sharded_processes_train_as_one_does(workspace: Path, monkeypatch: p
     tiny["memory"]["quantization"] = "none"
     raw["recipes"][recipe]["max_steps"] = 2
     write_params(raw)
-    done("plan", recipe)
+    with made_up_memory():
+        done("plan", recipe)
     done("train", recipe)
     alone = load_file(trained / "weights.safetensors")
 
     tiny["device"]["count"], tiny["memory"]["placement"] = 2, "sharded"
     write_params(raw)
-    done("plan", recipe)
+    with made_up_memory():
+        done("plan", recipe)
     started: list[tuple[int, list[str]]] = []
     with monkeypatch.context() as patch:
         patch.setattr(stages.train, "run_workers", lambda device, command: started.append((device.count, command)))
@@ -314,34 +325,29 @@ def test_two_sharded_processes_train_as_one_does(workspace: Path, monkeypatch: p
     assert verified_lineage(trained, fix="").name == recipe
 
 
-def test_a_recipe_that_does_not_fit_is_refused_with_what_would_or_lowered(workspace: Path) -> None:
+def test_a_recipe_that_does_not_fit_is_refused_with_what_would_or_lowered(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GiB is predicted for each sample of a micro-batch."""
+    monkeypatch.setattr("stages.memory.predict.predict", lambda plan, *_: predicted(plan.memory.micro_batch))
     raw, run_dir = read_params(), workspace / "data/runs/r1-llm-only"
-    tiny = raw["profiles"]["tiny"]
-    # All but the last rung of the ladder is taken already: each takes a prediction of its own.
-    tiny["memory"] |= {"precision": "bf16", "quantization": None, "attn": "auto", "gradient_checkpointing": True}
-    # Small images, with features and without padding: a micro-batch would be less than the allocator takes at once.
-    tiny["memory"] |= {"optimizer": "paged_adamw_8bit", "features_gb": 0, "padding_free": "off"}
-    tiny["images"] = {"min_pixels": 802816, "max_pixels": 802816}
-    tiny["evaluation"]["max_new_tokens"] = ANSWER_TOKENS
+    raw["profiles"]["tiny"]["evaluation"]["max_new_tokens"] = ANSWER_TOKENS
 
     def set_fit(fit: str, memory_gb: float) -> None:
-        tiny["memory"]["fit"] = fit
-        tiny["device"] = {"kind": "cuda", "count": 1, "memory_gb": memory_gb}
+        raw["profiles"]["tiny"]["memory"]["fit"] = fit
+        raw["profiles"]["tiny"]["device"] = {"kind": "cuda", "count": 1, "memory_gb": memory_gb}
         write_params(raw)
 
-    set_fit("refuse", 0.001)
+    set_fit("refuse", 1.5)
     (run_dir / "plan.yaml").unlink()
     message = refused("plan", "r1-llm-only")
     assert "micro_batch 2 -> 1, grad_accumulation 2 -> 4" in message
     assert "profiles.tiny.memory.fit=off" in message
     assert not (run_dir / "plan.yaml").exists()
-    set_fit("off", 0.001)
+    set_fit("off", 1.5)
     done("plan", "r1-llm-only")
-    record = read(run_dir / "memory.json")
-    assert (record["verdict"], record["changes"]) == ("does not fit", [])
-    assert record["prediction"]["calibration"] == load_calibration().label(several=False)
-    # Just too little for the plan as it is, even at the lower end of what is expected.
-    set_fit("auto", record["prediction"]["low_bytes"] / usable_bytes(1) * 0.9999)
+    assert (read(run_dir / "memory.json")["verdict"], read(run_dir / "memory.json")["changes"]) == ("does not fit", [])
+    set_fit("auto", 1.5)
     done("plan", "r1-llm-only")
     assert read(run_dir / "memory.json")["changes"] == ["micro_batch 2 -> 1", "grad_accumulation 2 -> 4"]
     plan = YAML(typ="safe").load(run_dir / "plan.yaml")
@@ -366,7 +372,8 @@ def test_samples_that_are_too_long_are_all_named_in_a_file_or_left_out(
     assert named(limit) == (longer := [length for length in lengths if length > limit])
     recipe["skip_too_long"] = True
     write_params(raw)
-    done("plan", "chat-lora")
+    with made_up_memory():
+        done("plan", "chat-lora")
     assert not (run_dir / "too-long.tsv").exists()
     plan = read_plan("chat-lora")
     assert plan.schedule.train_samples == len(read_inputs(plan)[0]["collator"].records) == 10 - len(longer)
