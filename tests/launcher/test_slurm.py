@@ -136,12 +136,11 @@ def test_stage_fails_with_its_own_code(workspace: Path) -> None:
     assert command.output.startswith("launcher: srun --nodes=1 --ntasks-per-node=1 --job-name=train@fail ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_each_signal_reaches_the_stage_as_the_one_that_srun_passes_on(workspace: Path, number: signal.Signals) -> None:
+def test_a_signal_reaches_the_stage_as_the_one_that_srun_passes_on(workspace: Path) -> None:
     command = step(workspace, "wait")
     command.until("ready")
-    command.process.send_signal(number)
-    assert command.ended() == 128 + number
+    command.process.send_signal(signal.SIGHUP)
+    assert command.ended() == 128 + signal.SIGHUP
     assert notes(workspace)[1:] == ["SIGUSR1"]
 
 
