@@ -15,7 +15,7 @@ import pytest
 
 from stages.core.environment import pinned_instructions
 from stages.core.errors import OUT_OF_MEMORY
-from stages.core.signals import ENDING, handling
+from stages.core.signals import handling
 from stages.launcher import process
 from stages.launcher.engines import ENGINES
 from stages.launcher.process import ProcessEngine, oom_kills, wait_for
@@ -120,7 +120,7 @@ def test_stage_has_its_own_options_workspace_and_instructions_and_no_secret(
     assert notes(workspace) == [*here, "None", str(held), "['--help', '-x']"]
 
 
-@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_signal_reaches_the_stage_once_and_it_ends_its_own_way(
     start: Start, workspace: Path, number: signal.Signals
 ) -> None:
