@@ -26,9 +26,10 @@ def main(run: str) -> None:
         runs = [command.split()[2] for command in stages if command.startswith("docker/run publish ")]
         raise UserError(unknown("recipe or export of params.yaml is called", run, runs))
     if missing := [path for path in stage.inputs("data") if not Path(path).exists()]:
+        evaluated = stages[f"docker/run evaluate {run}"].name
         raise UserError(
-            f"{run} cannot be published: of its inputs these are not here:\n{listed(missing)}\n"
-            f"make them with: dvc repro {stages[f'docker/run evaluate {run}'].name}"
+            f"{run} cannot be published: of its inputs these are not here:\n{listed(missing)}\nif a remote has them: "
+            f"dvc pull --with-deps {evaluated}; or make them with: dvc repro {evaluated}"
         )
     # In place of this process, which would end before DVC does on Ctrl-C.
     os.execv(sys.executable, [sys.executable, "-m", "dvc", "repro", "--single-item", stage.name])

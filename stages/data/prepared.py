@@ -114,11 +114,12 @@ def read_text_files(
     rules: Rules[R],
     *,
     named_train: bool = True,
-    others: Iterable[Path] = (),
+    others: Iterable[Path] | None = None,
 ) -> RawDataset[R]:
     """The files of each split.
 
-    files, named_train: as of `files_by_split`. others: further files that are named as unused.
+    files, named_train: as of `files_by_split`. others: further files that are named as unused; None for all those
+        directly in the folder, except .md files.
     read: gives the samples of a file, called by its path below the folder, of this split, and counts the fields that it
     does not read. It may raise UnreadableText before the first sample.
     """
@@ -135,6 +136,8 @@ def read_text_files(
             except UnreadableText as error:
                 yield Place(name_of(path)), [str(error)]
 
+    if others is None:
+        others = (path for path in sorted(folder.glob("[!.]*")) if path.is_file() and path.suffix != ".md")
     used = {path for paths in chosen.values() for path in paths}
     names = {split: [*map(name_of, paths)] for split, paths in chosen.items()}
     return RawDataset(

@@ -119,8 +119,9 @@ def files_by_split(
     """The files of each split: those that `splits` names; of the other `files`, those named train...,
     and those of the first of VALIDATION. Without `val` if there are none.
 
-    named_train: whether files to train on are called so; else, without any train*, all others are.
-    expected: describes the files, for the message of the UserError raised if there are none to train on.
+    named_train: whether files to train on are called so; else, without any train*, those without a word are.
+    expected: describes the files, for the message of the UserError raised if there are none to train on, or if one to
+        train on has the word of a split within its name.
     """
     named, by_word = named_files(folder, splits), defaultdict[str, list[Path]](list)
     taken = {path for paths in named.values() for path in paths}
@@ -129,11 +130,20 @@ def files_by_split(
         first_word, *_ = re.split("[^a-z]", path.name.lower(), maxsplit=1)  # empty for 1.jsonl
         by_word[SPLIT_WORDS.get(first_word, "")].append(path)
     if not (named_train or by_word["train"] or "train" in named):
-        return {"train": others, **named}
+        by_word["train"] = by_word.pop("", [])
+        for path in by_word["train"]:
+            if words := SPLIT_WORDS.keys() & re.split("[^a-z]+", path.stem.lower()):
+                why = f"{path.name} begins with no word of a split, and has {min(words)!r}"
+                raise UserError(
+                    f"{why}; begin its name with the word, or name the files of {folder} in `splits`; {READ_ON}"
+                )
     validation = next((name for name in VALIDATION if by_word[name] and name not in named), None)
     found = {"train": by_word["train"], **({"val": by_word[validation]} if validation else {}), **named}
     if not found["train"]:
-        raise UserError(f"{folder} has no training files: {describe_folder(folder)}. Expected: {expected}; {READ_ON}")
+        raise UserError(
+            f"{folder} has no training files: {describe_folder(folder)}. Expected: {expected}; `splits` names others, "
+            f"{READ_ON}"
+        )
     return found
 
 

@@ -417,8 +417,7 @@ def difference(
         p_value, interval = spread.p_value(mean).item(), _around(mean, spread.half_width().item())
     if spread and matters is not None:
         as_good = max(spread.p_at_least(each, matters).item() for each in (mean, -mean))
-        if paired or of_models:
-            as_good = max(as_good, _p_unseen(theirs, of_groups, matters))
+        as_good = max(as_good, *(_p_unseen(each, of_groups, matters) for each in (ours, theirs)))
     p_value = max(p_value, least_p(num_drawn))
     return Difference(
         mean=mean,

@@ -312,7 +312,8 @@ def plot_curves(
     axes.set_ylabel(ylabel)
     figure = axes.get_figure(root=True)
     assert figure is not None
-    figure.legend(loc="outside lower center", ncols=3, handlelength=2.6, columnspacing=1.4)
+    columns = max(1, min(3, 60 // max(map(len, curves))))  # what is wider than the figure is cut
+    figure.legend(loc="outside lower center", ncols=columns, handlelength=2.6, columnspacing=1.4)
 
 
 def plot_intervals(

@@ -458,3 +458,10 @@ def test_how_much_samples_vary_is_that_of_a_model_and_not_of_the_mean_over_seeds
     for models in ([one], [one, 1 - one]):
         gap = difference([np.stack(models)] * 2, matters=0.05, paired=True)
         assert 0 < gap.p_as_good < 1e-6
+
+
+def test_samples_that_all_score_alike_are_no_evidence_that_others_would() -> None:
+    zeros, mixed = np.zeros((3, 60)), np.stack([np.arange(60) % 2.0] * 3)
+    for ours, theirs in ((zeros, zeros), (mixed, zeros), (zeros, mixed)):
+        assert difference([ours, theirs], matters=0.03).p_as_good == 1
+    assert difference([mixed, mixed], matters=0.2).p_as_good < 1e-9

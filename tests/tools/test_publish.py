@@ -20,7 +20,7 @@ from tools.publish import main
         (
             "r4-joint",
             "data/runs/r4-joint/merged",
-            "these are not here: data/runs/r4-joint/merged make them",
+            "not here: data/runs/r4-joint/merged if a remote has them: dvc pull --with-deps evaluate@r4-joint; or make",
         ),
         (
             "r4-joint",

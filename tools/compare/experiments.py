@@ -56,6 +56,8 @@ class Experiment:
     """Has the layout of a workspace's data/, with the runs of a task and the launcher's records."""
     commit: str = ""
     """Git's, which has its params.yaml; empty for the workspace."""
+    changed: str = ""
+    """The first output of the workspace with runs of the task that is not as dvc.lock says; empty for others."""
     lock: Mapping[str, Any]
     """The stages of dvc.lock, by name: their settings, and the digests of what they read and wrote."""
 
@@ -90,6 +92,12 @@ def comparable(
     """
     revisions, left_out = ({name: name for name in names}, {}) if names else named_revisions()
     fetched = [fetch(name, revision, task, folder) for name, revision in revisions.items()]
+    if stale := {
+        each.name: f"its {each.changed} is not that of dvc.lock: dvc checkout" for each in fetched if each.changed
+    }:
+        if names:
+            raise UserError(f"{WORKSPACE} cannot be compared: {stale[WORKSPACE]}")
+        left_out |= stale
     left_out |= {each.name: f"no model of task {task}" for each in fetched if not each.evaluated(task)}
     selecting = {each.name: each.on_selection(task) for each in fetched if each.name not in left_out}
     if not names and (varied or not all(selecting.values())):
@@ -152,7 +160,8 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
     """
     if revision == WORKSPACE:
         path = Path("dvc.lock")
-        return Experiment(name=name, data_dir=Path("data"), lock=_stages(path.read_text()) if path.exists() else {})
+        lock = _stages(path.read_text()) if path.exists() else {}
+        return Experiment(name=name, data_dir=Path("data"), changed=_changed_output(task), lock=lock)
     from dvc.api import DVCFileSystem
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
@@ -180,6 +189,16 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
             f"experiment {name} cannot be read: {error}; if it was run elsewhere: dvc exp pull REMOTE {name}"
         ) from None
     return Experiment(name=name, data_dir=data_dir, commit=commit, lock=lock)
+
+
+def _changed_output(task: str) -> str:
+    """The first output with runs of the task that is not as dvc.lock says; empty if all are, or are not here."""
+    from dvc.repo import Repo
+
+    with Repo() as repo:
+        changed = repo.data_status()["uncommitted"].get("modified", ())
+    runs_dir = report_runs_dir(Path("data"), task)
+    return next((path for path in map(str, changed) if Path(path).is_relative_to(runs_dir)), "").rstrip("/")
 
 
 def _stages(lock: str) -> Mapping[str, Any]:

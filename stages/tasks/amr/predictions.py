@@ -12,12 +12,13 @@ from stages.core.errors import UserError, pluralize
 from stages.data.conversation import Conversation
 from stages.data.texts import UnreadableText, markup_problem
 from stages.tasks.amr.samples import decode, question, repaired
-from stages.tasks.amr.samples.blocks import Block, read_blocks, read_lines
+from stages.tasks.amr.samples.blocks import FIELD, Block, read_blocks, read_lines
 from stages.tasks.amr.samples.graphs import Node, penman_lines
 
 log = logging.getLogger(__name__)
 
-_FIELD = re.compile(r"\s*#\s*::")
+_NO_SENTENCE = re.compile(r"""\s*#\s*::|[{\[]\s*[{\["]|\(\S+\s*/|.*[\t\x00]""")
+"""A comment with a field, JSON, a graph, columns, binary."""
 
 EMPTY = Node("amr-empty")
 """Replaces a completion without any graph, because a block has to hold one."""
@@ -41,7 +42,7 @@ def read_inputs(path: Path) -> list[str]:
     blank.
 
     Raises UserError if the file is missing, empty or not UTF-8, for a block without a sentence, for a line that is
-    neither a sentence nor of a graph, and for fields of AMR if no sentence is marked.
+    neither a sentence nor of a graph.
     """
     try:
         lines = read_lines(path)
@@ -57,15 +58,19 @@ def read_inputs(path: Path) -> list[str]:
             )
     else:
         numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
-        if fields := [line for line in lines if _FIELD.match(line)]:
-            number = lines.index(fields[0]) + 1
-            raise UserError(f"{path} line {number}: a comment, and no sentence is marked; expected #::snt SENTENCE")
+        if others := [line for line in lines if _NO_SENTENCE.match(line)]:
+            number = lines.index(others[0]) + 1
+            raise UserError(
+                f"{path} line {number}: no sentence; expected one a line, or #::snt SENTENCE above each graph"
+            )
         if blank := numbered[-1][0] - len(numbered):
             log.warning("%s: %s between sentences skipped", path, pluralize(blank, "blank line"))
     for number, sentence in numbered:
         if not sentence:
             found = "no sentence above this" if sentence is None else "an empty sentence"
             raise UserError(f"{path} line {number}: {found}; expected #::snt SENTENCE")
+        if field := FIELD.search(sentence):
+            raise UserError(f"{path} line {number}: a sentence with the field {field[0]}; put it on a line of its own")
         if problem := markup_problem(sentence):
             raise UserError(f"{path} line {number}: {problem}")
     return [str(sentence) for _, sentence in numbered]

@@ -1,3 +1,4 @@
+import csv
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,36 @@ def test_a_mix_of_what_is_not_prepared_or_leaks_is_refused(tmp_path: Path) -> No
         prepare("moe", f"folder:{tmp_path / name}", out_dir=tmp_path / f"{name}-out")
     message = refusal("moe", "mix", tmp_path / "both", mix={"a-out": None, "b-out": None})
     assert "b-out/train.csv line 2 and a-out/val.csv line 2: Is it B?" in message
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("val.csv test.csv", "has no training files: it holds 2 .csv files"),
+        ("train.tsv val.csv", "has no training files: it holds 1 .tsv file (train.tsv), 1 .csv file (val.csv)"),
+        ("a_train.csv a_val.csv", "a_train.csv begins with no word of a split, and has 'train'; begin its name with"),
+    ],
+)
+def test_files_of_other_splits_are_not_trained_on(tmp_path: Path, names: str, message: str) -> None:
+    for name in names.split():
+        write_table(tmp_path / name, *QUESTIONS)
+    assert message in refusal("moe", f"folder:{tmp_path}", tmp_path / "out")
+
+
+def test_files_without_a_word_are_trained_on_beside_a_validation_file(tmp_path: Path) -> None:
+    write_table(tmp_path / "in/TruthfulQA.csv", *QUESTIONS[:20])
+    write_table(tmp_path / "in/val.csv", *QUESTIONS[20:])
+    (tmp_path / "in/notes.txt").touch()
+    stats = prepare("moe", f"folder:{tmp_path / 'in'}", out_dir=tmp_path / "out")
+    assert (stats["validation"], stats["unused_files"]) == ("val.csv", ["notes.txt"])
+    assert stats["splits"]["train"]["records"] == 20
+
+
+@pytest.mark.parametrize("answers", ["['A', 'B']", '["A"]', "A\nB"])
+def test_a_list_in_another_form_is_no_answer(tmp_path: Path, answers: str) -> None:
+    rows = [["Question", "Best Answer", "Correct Answers", "Incorrect Answers"], ["Is it?", "A", answers, "C"]]
+    with (tmp_path / "train.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    assert "line 2: a list, expected answers separated by semicolons" in refusal(
+        "moe", f"folder:{tmp_path}", tmp_path / "out"
+    )

@@ -31,7 +31,7 @@ from tests.made_up_runs import project_params
 from tests.reporting.test_compare import REPORT, run_of, scores_around
 from tests.stage_runs import read_params, write_workspace
 from tools.compare import __main__ as command
-from tools.compare.experiments import WORKSPACE, fetch, named_revisions
+from tools.compare.experiments import WORKSPACE, comparable, fetch, named_revisions
 from tools.compare.race import cost_words, has_workers, racing_recipes, standing
 
 SEEDS = list(range(42, 54))
@@ -205,6 +205,14 @@ def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path, monkeypa
     assert {*NAMES[1:]} <= {*found[-1].evaluated("detection")}
     with pytest.raises(UserError, match="experiment seed-45 cannot be read"):
         fetch("seed-45", "seed-45", "detection", tmp_path / "fetched")
+    runs = "data/report/detection/runs/r4-joint"
+    run("git", "checkout", revisions[next(name for name in revisions if name != WORKSPACE)], "--", "dvc.lock")
+    run("dvc", "checkout", "-q", runs)
+    assert fetch(WORKSPACE, WORKSPACE, "detection", tmp_path).changed == ""
+    (Path(runs) / "metrics.json").unlink()
+    (Path(runs) / "metrics.json").write_text("{}")
+    with pytest.raises(UserError, match=f"workspace cannot be compared: its {runs} is not that of dvc.lock"):
+        comparable("detection", [WORKSPACE], tmp_path)
     # On a machine that has the commits of an experiment, and not its files.
     for listing in (workspace / ".dvc/cache").rglob("*.dir"):
         listing.unlink()

@@ -15,6 +15,8 @@ from stages.data.texts import read_text
 
 _COMMENT = re.compile(r"\s*#")
 _SENTENCE = re.compile(r"\s*#\s*::snt(?:\s+(?P<sentence>.*))?\Z", re.DOTALL)
+FIELD = re.compile(r"(?<!\S)::[a-z]\S*")
+"""The name of a field within a sentence, which has none."""
 _ID = re.compile(r"\s*#\s*::id\s+(?P<id>\S+)")
 
 

@@ -16,7 +16,7 @@ from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
 from stages.data.sources import Place, source_folder
 from stages.data.texts import markup_problem
 from stages.tasks.amr.samples import ANSWER_FORMATS, SCHEMA, Record, encode, parse_record
-from stages.tasks.amr.samples.blocks import Block, read_blocks, read_lines, unread_fields
+from stages.tasks.amr.samples.blocks import FIELD, Block, read_blocks, read_lines, unread_fields
 from stages.tasks.amr.samples.graphs import MalformedGraph
 
 
@@ -75,6 +75,8 @@ def _sample(block: Block, file: str) -> Sample[Record]:
         return place, [f"{found} without a sentence; expected a line #::snt above it"]
     if not block.sentence:
         return place, ["an empty sentence"]
+    if field := FIELD.search(block.sentence):
+        return place, [f"a sentence with the field {field[0]}; put it on a line of its own: {block.sentence}"]
     if not graph:
         return place, [f"a sentence without a graph: {block.sentence}"]
     try:

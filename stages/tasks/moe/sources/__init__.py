@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ MEETING = ("meeting_transcripts", "general_query_list", "specific_query_list")
 """Keys of a meeting of QMSum; one of the lists is enough."""
 LONGBENCH = ("input", "context", "answers")
 """Keys of a query in LongBench."""
+
+_LIST = re.compile(r"""\A\[\s*['"]|\n""")
 
 Found = Mapping[str, Any] | str
 """The fields of a record but its place, or the problem."""
@@ -113,7 +116,10 @@ def read(dataset: DatasetParams, _: PlainReader) -> RawDataset[Record]:
     folder = source_folder(dataset.source, known="folder:PATH or mix")
     files = sorted(given_files(folder, "*.csv", "*.jsonl"))
     if not (files or dataset.splits.patterns()):
-        raise UserError(f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; {READ_ON}")
+        raise UserError(
+            f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; `splits` names files "
+            f"in folders of it, {READ_ON}"
+        )
     if len({path.suffix for path in files}) > 1:
         raise UserError(f"{folder} holds two domains, but a dataset is of one; make a folder of each")
     return read_text_files(dataset, folder, files, _read_file, RULES, named_train=False)
@@ -149,6 +155,8 @@ def _problem(record: Record) -> str | None:
         "no best answer": not record.best,
         "no incorrect answer": record.domain == "truthfulqa" and not record.incorrect,
         "the best answer is among the incorrect ones": record.best in record.incorrect,
+        "a list, expected answers separated by semicolons": record.domain == "truthfulqa"
+        and any(map(_LIST.search, texts)),
         "a text holds half of a surrogate pair": any(SURROGATE.search(text) for text in texts),
     }
     return next((problem for problem, found in checks.items() if found), markup_problem(*texts))
@@ -165,7 +173,8 @@ def _truthfulqa(text: str, split: str, unread: Counter[str]) -> Iterator[tuple[i
             if not columns or not row:
                 columns = columns or row
                 if lacking := [name for name in COLUMNS if columns and columns.count(name) != 1]:
-                    yield line, "", f"lacks the columns {_keys(lacking)} of TruthfulQA, or has one twice"
+                    found = _keys(columns)
+                    yield line, "", f"lacks the columns {_keys(lacking)} of TruthfulQA, or has one twice; found {found}"
                     return
             elif len(row) != len(columns):
                 yield line, "", f"{len(row)} fields, expected the {len(columns)} of the first line"
