@@ -119,7 +119,7 @@ def read_text_files(
     """The files of each split.
 
     files, named_train: as of `files_by_split`. others: further files that are named as unused; None for all those
-        directly in the folder, except .md files.
+        directly in the folder with a suffix, except .md and .dvc.
     read: gives the samples of a file, called by its path below the folder, of this split, and counts the fields that it
     does not read. It may raise UnreadableText before the first sample.
     """
@@ -137,7 +137,8 @@ def read_text_files(
                 yield Place(name_of(path)), [str(error)]
 
     if others is None:
-        others = (path for path in sorted(folder.glob("[!.]*")) if path.is_file() and path.suffix != ".md")
+        beside = (path for path in sorted(folder.glob("[!.]*.*")) if path.suffix not in (".md", ".dvc"))
+        others = [path for path in beside if path.is_file()]
     used = {path for paths in chosen.values() for path in paths}
     names = {split: [*map(name_of, paths)] for split, paths in chosen.items()}
     return RawDataset(

@@ -119,9 +119,9 @@ def files_by_split(
     """The files of each split: those that `splits` names; of the other `files`, those named train...,
     and those of the first of VALIDATION. Without `val` if there are none.
 
-    named_train: whether files to train on are called so; else, without any train*, those without a word are.
-    expected: describes the files, for the message of the UserError raised if there are none to train on, or if one to
-        train on has the word of a split within its name.
+    named_train: whether files to train on are called so; else, without any train*, those that begin with no word are.
+    expected: describes the files, for the message of the UserError raised if there are none to train on, or if one of
+        several has the word of a split within its name.
     """
     named, by_word = named_files(folder, splits), defaultdict[str, list[Path]](list)
     taken = {path for paths in named.values() for path in paths}
@@ -131,7 +131,7 @@ def files_by_split(
         by_word[SPLIT_WORDS.get(first_word, "")].append(path)
     if not (named_train or by_word["train"] or "train" in named):
         by_word["train"] = by_word.pop("", [])
-        for path in by_word["train"]:
+        for path in by_word["train"] if len(others) > 1 else ():
             if words := SPLIT_WORDS.keys() & re.split("[^a-z]+", path.stem.lower()):
                 why = f"{path.name} begins with no word of a split, and has {min(words)!r}"
                 raise UserError(

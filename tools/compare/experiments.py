@@ -92,12 +92,11 @@ def comparable(
     """
     revisions, left_out = ({name: name for name in names}, {}) if names else named_revisions()
     fetched = [fetch(name, revision, task, folder) for name, revision in revisions.items()]
-    if stale := {
-        each.name: f"its {each.changed} is not that of dvc.lock: dvc checkout" for each in fetched if each.changed
-    }:
-        if names:
-            raise UserError(f"{WORKSPACE} cannot be compared: {stale[WORKSPACE]}")
-        left_out |= stale
+    if changed := next((each.changed for each in fetched if each.changed), ""):
+        reason = f"its {changed} is not that of dvc.lock: rm -rf {changed} && dvc checkout {changed}"
+        if names or with_first:
+            raise UserError(f"{WORKSPACE} cannot be compared: {reason}; or make it again by dvc repro")
+        left_out[WORKSPACE] = reason
     left_out |= {each.name: f"no model of task {task}" for each in fetched if not each.evaluated(task)}
     selecting = {each.name: each.on_selection(task) for each in fetched if each.name not in left_out}
     if not names and (varied or not all(selecting.values())):
@@ -193,12 +192,16 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
 
 def _changed_output(task: str) -> str:
     """The first output with runs of the task that is not as dvc.lock says; empty if all are, or are not here."""
+    from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
-    with Repo() as repo:
-        changed = repo.data_status()["uncommitted"].get("modified", ())
     runs_dir = report_runs_dir(Path("data"), task)
-    return next((path for path in map(str, changed) if Path(path).is_relative_to(runs_dir)), "").rstrip("/")
+    try:
+        with Repo() as repo:
+            outs = [out for out in repo.index.outs if Path(out.def_path).is_relative_to(runs_dir)]
+            return next((out.def_path for out in outs if out.hash_info and out.exists and out.changed_checksum()), "")
+    except (DvcException, OSError) as error:
+        raise UserError(f"the workspace cannot be read: {error}") from None
 
 
 def _stages(lock: str) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.core.errors import UserError, pluralize
+from stages.core.records import shown
 from stages.data.conversation import Conversation
 from stages.data.texts import UnreadableText, markup_problem
 from stages.tasks.amr.samples import decode, question, repaired
@@ -17,7 +18,7 @@ from stages.tasks.amr.samples.graphs import Node, penman_lines
 
 log = logging.getLogger(__name__)
 
-_NO_SENTENCE = re.compile(r"""\s*#\s*::|[{\[]\s*[{\["]|\(\S+\s*/|.*[\t\x00]""")
+_NO_SENTENCE = re.compile(r"""#\s*::|\{\s*"|\[\s*\{|[{}\[\]],?\Z|\(\s*[^\s()/]+\s+/\s|.*[\t\x00]""")
 """A comment with a field, JSON, a graph, columns, binary."""
 
 EMPTY = Node("amr-empty")
@@ -42,7 +43,7 @@ def read_inputs(path: Path) -> list[str]:
     blank.
 
     Raises UserError if the file is missing, empty or not UTF-8, for a block without a sentence, for a line that is
-    neither a sentence nor of a graph.
+    neither a sentence nor of a graph, and for a sentence with a field.
     """
     try:
         lines = read_lines(path)
@@ -58,11 +59,9 @@ def read_inputs(path: Path) -> list[str]:
             )
     else:
         numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
-        if others := [line for line in lines if _NO_SENTENCE.match(line)]:
-            number = lines.index(others[0]) + 1
-            raise UserError(
-                f"{path} line {number}: no sentence; expected one a line, or #::snt SENTENCE above each graph"
-            )
+        if other := next((line for line in lines if _NO_SENTENCE.match(line.strip())), None):
+            expected = "expected one a line, or #::snt SENTENCE above each graph"
+            raise UserError(f"{path} line {lines.index(other) + 1}: no sentence, {shown(other)}; {expected}")
         if blank := numbered[-1][0] - len(numbered):
             log.warning("%s: %s between sentences skipped", path, pluralize(blank, "blank line"))
     for number, sentence in numbered:

@@ -211,7 +211,7 @@ def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path, monkeypa
     assert fetch(WORKSPACE, WORKSPACE, "detection", tmp_path).changed == ""
     (Path(runs) / "metrics.json").unlink()
     (Path(runs) / "metrics.json").write_text("{}")
-    with pytest.raises(UserError, match=f"workspace cannot be compared: its {runs} is not that of dvc.lock"):
+    with pytest.raises(UserError, match=f"workspace cannot be compared: its {runs} is not that of dvc.lock: rm -rf"):
         comparable("detection", [WORKSPACE], tmp_path)
     # On a machine that has the commits of an experiment, and not its files.
     for listing in (workspace / ".dvc/cache").rglob("*.dir"):

@@ -35,6 +35,7 @@ MEETING = ("meeting_transcripts", "general_query_list", "specific_query_list")
 LONGBENCH = ("input", "context", "answers")
 """Keys of a query in LongBench."""
 
+# In Python's or JSON's form, or with an answer a line.
 _LIST = re.compile(r"""\A\[\s*['"]|\n""")
 
 Found = Mapping[str, Any] | str
@@ -109,9 +110,9 @@ def mix(parts: Mapping[str, int | None], prepared_dir: Path, *, with_selection: 
 def read(dataset: DatasetParams, _: PlainReader) -> RawDataset[Record]:
     """The files of one domain in `folder:PATH`: TruthfulQA's CSV or QMSum's JSONL.
 
-    Files train* and val*, dev* or test* are the two splits. Without train files a share of all questions is held out,
-    of QMSum whole meetings with all questions about them. Raises UserError if the folder holds neither
-    CSV nor JSONL, or both.
+    Files train* and val*, dev* or test* are the two splits; without train* those that begin with no such word are
+    trained on. Without validation files a share of all questions is held out, of QMSum whole meetings with all
+    questions about them. Raises UserError if the folder holds neither CSV nor JSONL, or both.
     """
     folder = source_folder(dataset.source, known="folder:PATH or mix")
     files = sorted(given_files(folder, "*.csv", "*.jsonl"))
@@ -148,7 +149,8 @@ def _read_file(path: Path, file: str, split: str, unread: Counter[str]) -> Itera
 
 
 def _problem(record: Record) -> str | None:
-    texts = (record.question, record.context or "", *record.correct, *record.incorrect)
+    answers = (*record.correct, *record.incorrect)
+    texts = (record.question, record.context or "", *answers)
     checks = {
         "an empty question": not record.question,
         "an empty transcript": record.context == "",
@@ -156,7 +158,7 @@ def _problem(record: Record) -> str | None:
         "no incorrect answer": record.domain == "truthfulqa" and not record.incorrect,
         "the best answer is among the incorrect ones": record.best in record.incorrect,
         "a list, expected answers separated by semicolons": record.domain == "truthfulqa"
-        and any(map(_LIST.search, texts)),
+        and any(map(_LIST.search, answers)),
         "a text holds half of a surrogate pair": any(SURROGATE.search(text) for text in texts),
     }
     return next((problem for problem, found in checks.items() if found), markup_problem(*texts))
