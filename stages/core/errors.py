@@ -70,9 +70,9 @@ def excepthook(kind: type[BaseException], error: BaseException, traceback: Trace
 
     A hook, not a handler around each write: any write may fail, inside libraries too, and Ctrl-C may interrupt imports.
     """
-    reason = (
-        "a copy" if isinstance(error, shutil.Error) else str(error).strip().partition("\n")[0]
-    )  # it lists all files
+    reason = str(error).strip().partition("\n")[0]
+    if isinstance(error, shutil.Error):  # its text lists all files that were to be copied
+        reason = "a copy"
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif is_disk_full(error):

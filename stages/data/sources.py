@@ -131,11 +131,11 @@ def files_by_split(
         by_word[SPLIT_WORDS.get(first_word, "")].append(path)
     if not (named_train or by_word["train"] or "train" in named):
         by_word["train"] = by_word.pop("", [])
-        for path in by_word["train"] if len(others) > 1 else ():
-            if words := SPLIT_WORDS.keys() & re.split("[^a-z]+", path.stem.lower()):
-                why = f"{path.name} begins with no word of a split, and has {min(words)!r}"
+        for path in by_word["train"]:
+            if (words := SPLIT_WORDS.keys() & re.split("[^a-z]+", path.stem.lower())) and len(others) > 1:
                 raise UserError(
-                    f"{why}; begin its name with the word, or name the files of {folder} in `splits`; {READ_ON}"
+                    f"{path.name} begins with no word of a split, and has {min(words)!r}; begin its name with the "
+                    f"word, or name the files of {folder} in `splits`; {READ_ON}"
                 )
     validation = next((name for name in VALIDATION if by_word[name] and name not in named), None)
     found = {"train": by_word["train"], **({"val": by_word[validation]} if validation else {}), **named}

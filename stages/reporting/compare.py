@@ -571,9 +571,10 @@ def _insight(
     gap = None
     if not undecided:
         together = [each for each in by_name.values() if each.is_ranked and each.scores[metric.key] is not None]
-        runs, pair = {each.name: each.runs for each in together}, (ours.name, theirs.name)
+        runs = {each.name: each.runs for each in together}
         if ours.export_of:
-            runs = dict(zip(pair, zip(*export_pairs(ours, theirs), strict=True), strict=True))
+            exported, models = zip(*export_pairs(ours, theirs), strict=True)
+            runs = {ours.name: exported, theirs.name: models}
         gap = difference(
             [np.stack([evidence_of(metric, run) for run in of_name]) for of_name in runs.values()],
             (list(runs).index(ours.name), list(runs).index(theirs.name)),

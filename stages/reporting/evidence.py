@@ -416,8 +416,10 @@ def difference(
     elif spread:
         p_value, interval = spread.p_value(mean).item(), _around(mean, spread.half_width().item())
     if spread and matters is not None:
-        as_good = max(spread.p_at_least(each, matters).item() for each in (mean, -mean))
-        as_good = max(as_good, *(_p_unseen(each, of_groups, matters) for each in (ours, theirs)))
+        as_good = max(
+            *(spread.p_at_least(each, matters).item() for each in (mean, -mean)),
+            *(_p_unseen(each, of_groups, matters) for each in (ours, theirs)),
+        )
     p_value = max(p_value, least_p(num_drawn))
     return Difference(
         mean=mean,

@@ -56,9 +56,7 @@ KERNELS = (
     (geglu, "_geglu_tanh_backward_kernel"),
     (rope, "_triton_rope"),
 )
-FUSED = {model_type: family.fused_like for model_type, family in FAMILIES.items() if family.fused_like}
-# A family of each of Liger's kinds of layers, a vision tower, and a mixture of experts.
-MEASURED = sorted({*FUSED.values(), "qwen2_vl", "qwen2_moe"})
+FUSED = [model_type for model_type, family in FAMILIES.items() if family.fused_like]
 
 
 def plan_for(model_type: str, **settings: Any) -> Any:
@@ -112,7 +110,7 @@ def refusals() -> list[str]:
     """Error messages of the comparison before a training: for right kernels, and for a wrong norm. On one layer."""
     found = []
     right, config = rms_norm.LigerRMSNormFunction.apply, config_of("text", (1, 0))
-    for apply in (right, lambda hidden, weight, *rest: hidden * weight):
+    for apply in (right, lambda hidden, weight, *rest: right(hidden, 2 * weight, *rest)):
         with (
             patch.object(load, "load_config", lambda _: config),
             patch.object(rms_norm.LigerRMSNormFunction, "apply", apply),
@@ -127,7 +125,7 @@ def refusals() -> list[str]:
 def main() -> None:
     found = {
         "differences": {name: differences(name) for name in FUSED},
-        "memory": {name: memory(name) for name in MEASURED},
+        "memory": {name: memory(name) for name in FUSED},
         "refused": refusals(),
         "left": [name for name, module in sys.modules.items() if getattr(module, ROTATE, None) is rotated],
     }
