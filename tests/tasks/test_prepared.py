@@ -51,6 +51,19 @@ def test_every_task_trains_on_samples_as_often_as_their_file_says(task: str, tmp
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS if task != "detection"])
+def test_files_in_capitals_are_read(task: str, tmp_path: Path) -> None:
+    tiny, limit = ROOT / "data/tiny" / DATA[task], LimitParams(train=4, val=2)
+    for file in (path for path in tiny.iterdir() if path.suffix != ".md"):
+        shutil.copy(file, tmp_path / file.name.upper())
+    files = {
+        folder: prepare(task, f"folder:{source}", out_dir=tmp_path / folder, limit=limit, skip_invalid=True)["splits"]
+        for folder, source in (("once", tiny), ("capitals", tmp_path))
+    }
+    in_capitals = {split: [name.upper() for name in read["files"]] for split, read in files["once"].items()}
+    assert {split: read["files"] for split, read in files["capitals"].items()} == in_capitals
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "detection"])
 def test_files_of_one_name_in_two_folders_are_two(task: str, tmp_path: Path) -> None:
     files = sorted(path for path in (ROOT / "data/tiny" / DATA[task]).iterdir() if path.suffix != ".md")
     assert len(files) == 2

@@ -264,7 +264,7 @@ def test_a_folder_in_no_known_form_says_what_is_expected(
     assert re.search(expected, ended.output, re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["train.jsonl.gz", "train.csv", "train.xlsx", "train.JSONL", "train.txt"])
+@pytest.mark.parametrize("name", ["train.jsonl.gz", "train.csv", "train.xlsx", "train.txt"])
 def test_a_folder_without_images_says_what_files_of_conversations_are(workspace: Path, name: str) -> None:
     (workspace / "talks").mkdir()
     (workspace / "talks" / name).write_text("x")

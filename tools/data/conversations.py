@@ -39,7 +39,7 @@ def conversations(source: str) -> tuple[DatasetParams, str] | None:
     forms = {path: form for path, row in rows.items() if row and (form := form_of(row))}
     if not forms:
         files, expected = Folder(folder, SplitParams()), ", or ".join(map(str, FORMS))
-        others = [(path, row) for path, row in rows.items() if row == {} or (row and path.suffix != ".json")]
+        others = [(path, row) for path, row in rows.items() if row == {} or (row and path.suffix.lower() != ".json")]
         photos = files.images and not others  # its annotations, a file an image, take long to look for
         if photos or any(form.annotation_files(files) for form in IMAGE_FORMS.values()):
             return None
@@ -52,7 +52,7 @@ def conversations(source: str) -> tuple[DatasetParams, str] | None:
                 raise UserError(f"{path} has an imagefolder's boxes: write them as COCO's JSON; {READ_ON}")
             if row == {}:
                 return DatasetParams(task="chat", source=source, splits=_splits(folder, [path])), ""
-            if not (path.suffix == ".parquet" and "box" in "".join(column_names(read_schema(path))).lower()):
+            if not (path.suffix.lower() == ".parquet" and "box" in "".join(column_names(read_schema(path))).lower()):
                 keys = cut(", ".join(key for key, value in row.items() if is_set(value)))
                 raise UserError(f"{path} has {keys} in a row; expected {expected}. Rename them; {READ_ON}")
         if not files.images and not files.with_suffix(".parquet"):
@@ -68,13 +68,14 @@ def conversations(source: str) -> tuple[DatasetParams, str] | None:
 def _typical_row(path: Path) -> Mapping[str, Any] | None:
     """The first conversation, or else the first object, of a file that may hold conversations; an empty one if it is
     empty or broken."""
-    if path.suffix == ".parquet":
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
         return _typical(read_rows(path))
-    if path.suffix not in (".jsonl", ".json"):
+    if suffix not in (".jsonl", ".json"):
         return None
     with path.open("rb") as file:
         head = file.read(HEAD)
-    if path.suffix == ".json" and head.strip(b"[] \t\r\n") and not KEYS.search(head):
+    if suffix == ".json" and head.strip(b"[] \t\r\n") and not KEYS.search(head):
         return None
     try:
         _, objects = json_objects(read_text(path))
@@ -94,7 +95,7 @@ def _typical(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 def _splits(folder: Path, paths: list[Path]) -> SplitParams:
     """The splits to name: none where the files' names and places say them."""
-    tables = [path for path in paths if path.suffix == ".parquet" and path.parent == folder / "data"]
+    tables = [path for path in paths if path.suffix.lower() == ".parquet" and path.parent == folder / "data"]
     beside = tables or [path for path in paths if path.parent == folder]
     try:
         read = files_by_split(folder, beside, SplitParams(), expected="")

@@ -121,7 +121,7 @@ def _grouped(dataset: RawDataset[Record]) -> RawDataset[Record]:
 def _read_file(
     path: Path, file: str, split: str, unread: Counter[str], folder: Folder, reader: Reader
 ) -> Iterator[Sample[Record]]:
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         for place, row in table_rows(folder.root, path):
             yield _sample(place, row, split, reader, unread, _in_table)
         return

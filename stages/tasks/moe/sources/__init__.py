@@ -121,7 +121,7 @@ def read(dataset: DatasetParams, _: PlainReader) -> RawDataset[Record]:
             f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; `splits` names files "
             f"in folders of it, {READ_ON}"
         )
-    if len({path.suffix for path in files}) > 1:
+    if len({path.suffix.lower() for path in files}) > 1:
         raise UserError(f"{folder} holds two domains, but a dataset is of one; make a folder of each")
     return read_text_files(dataset, folder, files, _read_file, RULES, named_train=False)
 
@@ -133,7 +133,7 @@ def _order(record: Record) -> tuple[str, str]:
 
 def _read_file(path: Path, file: str, split: str, unread: Counter[str]) -> Iterator[Sample[Record]]:
     text = read_text(path)
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         unit, samples = "line", _truthfulqa(text, split, unread)
     else:
         unit, objects = json_objects(text)
