@@ -290,7 +290,11 @@ def predictions_for(
     """
     options = [f"profile={profile}"] if profile else []
     named = [] if gpu is None else [f"gpu={json.dumps(gpu)}"]
-    params = load_params(changes=[*changes, *options, *named])
+    try:
+        params = load_params(changes=[*changes, *options, *named])
+    except UserError as error:
+        asked = ", ".join([*options, *([f"gpu={gpu}"] if named else []), *changes])
+        raise (UserError(f"with {asked}, {error.message}") if asked else error) from None
     if gpu is not None:
         options.append(_gpu_option(params))
     return Predictions(params=params, options=tuple(options), changes=tuple(changes), **made)

@@ -279,7 +279,11 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({"gpu": 24}, "gpu: 24, though profile tiny runs on a CPU; on a GPU run: qwen2-vl-2b, "),
         ({"gpus": 2}, "gpus: 2, though profile tiny runs on a CPU"),
         ({f"{TINY}.device.kind": "cuda"}, "gpu: missing, though profile tiny runs on a GPU; give its size in GB or"),
-        ({"profile": "moe"}, "gpu: missing, though profile moe runs on a GPU"),
+        (
+            {"profile": "moe"},
+            "gpu: missing, though profile moe runs on a GPU; give its size in GB or its name: -S gpu=24, ",
+        ),
+        ({"profile": "moe"}, "(make plan: GPU=24)"),
         (
             {"profile": "moe", "gpu": "NVIDIA T4", "profiles.moe.memory.precision": "bf16"},
             "profiles.moe.memory.precision: bf16, which NVIDIA T4 does not compute in; set it to auto or fp16",

@@ -233,7 +233,10 @@ def test_with_base_and_data_it_predicts_what_the_plan_stage_does_and_no_file_kno
             r"nutrition-tables\.reader\.catgory.*did you mean 'category'",
         ),
         (["r1-llm-only", "--set", "profiles.tiny.bases.vlm=folder:nowhere"], "base folder nowhere of profiles"),
-        (["r1-llm-only", "--gpu", "24"], rf"gpu: 24, though profile tiny runs on a CPU.*{GPU_PROFILE}"),
+        (
+            ["r1-llm-only", "--gpu", "24"],
+            rf"with gpu=24, params.yaml has 1 problem: gpu: 24, though profile tiny runs on a CPU.*{GPU_PROFILE}",
+        ),
         (["r1-llm-only", "--set", "profiles.tiny.bases.vlm=folder:data/tiny/qwen2"], r"boxes.* the base is a qwen2$"),
         (
             ["amr-baseline", "--set", "profiles.tiny.bases.llm=folder:data/tiny/qwen2-vl"],

@@ -39,7 +39,7 @@ from stages.core.records import nearest, read_settings, refusal, unknown
 Problems = Iterator[tuple[str, str]]
 """Dotted paths and the problem of each."""
 
-A_GPU = """-S gpu=24, or -S 'gpu="RTX 4090"'"""
+A_GPU = """-S gpu=24, or -S 'gpu="RTX 4090"' (make plan: GPU=24)"""
 
 
 def load_params(path: Path = Path("params.yaml"), *, changes: Iterable[str] = ()) -> Params:
