@@ -64,9 +64,10 @@ def main(stage: str, args: tuple[str, ...]) -> None:
 
 def launch(request: Request) -> int:
     """Run a stage to its end and return its exit code. Raises UserError if it cannot be run."""
+    refuse_missing_deps(request)
+    refuse_linked_folders(request)
     if runs_in_slurm(request.caller, request.params):
         request.require_declared()
-        refuse_missing_deps(request)
         return run_step(request)
     wanted = request.caller.get("BAKEOFF_ENGINE") or "auto"
     engine = choose_engine(wanted, workspace_dir=WORKSPACE_DIR, target=request.image_target)
@@ -75,7 +76,6 @@ def launch(request: Request) -> int:
     if request.source and request.params.active.device.kind == "cuda":
         refuse_old_driver(f"what {request.title} fetches")
     refuse_online_tracking(request, engine)
-    refuse_missing_deps(request)
     return run_here(request, engine)
 
 
@@ -166,6 +166,17 @@ def refuse_missing_deps(request: Request) -> None:
             f"{declared.name} needs dependencies that dvc.yaml does not name, so DVC would not wait for them; add:\n  "
             + "\n  ".join(lacking)
         )
+
+
+def refuse_linked_folders(request: Request) -> None:
+    """Raises UserError for outputs that a link leads out of the workspace: DVC refuses them when the stage has run."""
+    for out in request.declared.outs if request.declared else ():
+        folder = (request.workspace_dir / out).parent.resolve()
+        if not folder.is_relative_to(request.workspace_dir):
+            raise UserError(
+                f"{out} would lie in {folder}, by a link, and DVC keeps no outputs outside of the repository. Put the "
+                "whole checkout on the other disk, or DVC's cache: dvc cache dir --local FOLDER"
+            )
 
 
 def refuse_online_tracking(request: Request, engine: Engine) -> None:

@@ -100,6 +100,21 @@ def test_a_card_that_nobody_sells_is_refused_before_a_download(workspace: Path) 
     assert notes(workspace) == []
 
 
+@pytest.mark.parametrize("link", ["data", "data/runs"])
+def test_outputs_that_a_link_leads_out_of_the_checkout_are_refused(workspace: Path, tmp_path: Path, link: str) -> None:
+    """DVC takes those that stay inside."""
+    (workspace / "dvc.yaml").write_text(PIPELINE.replace("[trained]", "[trained, data/runs/r1/trained]"))
+    for place, code in ((workspace / "inside", 0), (tmp_path / "outside", 1)):
+        shutil.rmtree(workspace / "data", ignore_errors=True)
+        (place / "runs/r1").mkdir(parents=True)
+        (workspace / link).parent.mkdir(exist_ok=True)
+        (workspace / link).symlink_to(place / ("" if link == "data" else "runs"))
+        output = train(workspace, *GPUS, code=code)
+        (workspace / link).unlink()
+    assert f"data/runs/r1/trained would lie in {place}/runs/r1, by a link, and DVC keeps no outputs outside" in output
+    assert len(notes(workspace)) == 1
+
+
 @pytest.mark.parametrize(("stage", "name"), [("base", "vlm"), ("train", "r1-llm-only")])
 def test_driver_older_than_the_lock_needs_is_refused_before_a_download(workspace: Path, stage: str, name: str) -> None:
     (workspace / "stages/base.py").write_text(STAGE)
