@@ -10,8 +10,10 @@ import base64
 import io
 import itertools
 import json
+import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -59,6 +61,8 @@ LIGHT, DARK = (
 _DASHES: Any = ("solid", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
 WIDTH = 5.6
 """Inches of a plot; a page scales it."""
+LABEL_LENGTH = 48
+"""Characters of an interval's label that leave room for its figures in the same line."""
 _CURVE_CAPTIONS = {
     "training loss": "Training loss as logged (faint) and smoothed. Losses of different masking do not compare.",
     "validation loss": "Loss while training, of samples that the model is not trained on.",
@@ -223,12 +227,13 @@ def drawing(plot: Plot, *, height: float, caption: str, description: str) -> Dra
     return Drawing(light=sources[0], dark=sources[1], caption=caption, description=description)
 
 
-def _interval_drawing(
+def interval_drawing(
     rows: Sequence[IntervalRow], xlabel: str, *, reference: float | None = None, caption: str, description: str
 ) -> Drawing:
-    plot = partial(plot_intervals, rows=rows, xlabel=xlabel, reference=reference)
+    wrapped = [replace(row, label=textwrap.fill(row.label, LABEL_LENGTH)) for row in rows]
+    plot = partial(plot_intervals, rows=wrapped, xlabel=xlabel, reference=reference)
     values = "; ".join(f"{row.label} {row.text}" for row in rows)
-    height = 0.75 + 0.45 * len(rows)
+    height = 0.75 + (0.28 + 0.17 * max(len(row.label.splitlines()) for row in wrapped)) * len(rows)
     return drawing(plot, height=height, caption=caption, description=f"{description}: {values}")
 
 
@@ -246,7 +251,7 @@ def _score_drawing(comparison: Comparison, colours: Mapping[str, str]) -> Drawin
         for contender in comparison.evaluated
     ]
     over_seeds = "each recipe, the mean over its seeds, with its 95% interval; a dot is one training."
-    return _interval_drawing(
+    return interval_drawing(
         rows,
         primary.heading,
         caption=f"{primary.heading} of {over_seeds if comparison.over_seeds else 'each model with its 95% interval.'}",
@@ -273,7 +278,7 @@ def _difference_drawing(metric: Metric, comparison: Comparison) -> Drawing | Non
     words = comparison.report.primary_words if primary else metric.heading
     grouped = comparison.counts[1] and not metric.guard
     ahead = "Right" if metric.higher_is_better else "Left"
-    return _interval_drawing(
+    return interval_drawing(
         rows,
         f"difference in {words}, paired by {'group' if grouped else 'sample'}",
         reference=0.0,
@@ -293,7 +298,7 @@ def _curve_drawings(runs: Sequence[Run], colours: Mapping[str, str]) -> list[Dra
             smoothed = figure == "training loss"
             plot = partial(plot_curves, curves=curves, colours=colours, ylabel=figure, smoothed=smoothed)
             title = f"{figure.capitalize()} by optimizer step, one curve for each of {', '.join(curves)}"
-            drawings.append(drawing(plot, height=3.5, caption=caption, description=title))
+            drawings.append(drawing(plot, height=3.2, caption=caption, description=title))
     return drawings
 
 
@@ -313,6 +318,7 @@ def plot_curves(
     figure = axes.get_figure(root=True)
     assert figure is not None
     columns = max(1, min(3, 60 // max(map(len, curves))))  # what is wider than the figure is cut
+    figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(len(curves) / columns))
     figure.legend(loc="outside lower center", ncols=columns, handlelength=2.6, columnspacing=1.4)
 
 
