@@ -123,7 +123,7 @@ compare: ## Compare recipes over all seeds (TASK=; EXPERIMENTS=, OVER='recipes.*
 .PHONY: report
 report: ## Open the last comparison in a browser (TASK=)
 	@$(check_task)
-	@test -f $(report)/index.html || { echo 'there is no report of $(TASK) yet; make it with: dvc repro compare@$(TASK)'; exit 1; }
+	@test -f $(report)/index.html || { echo 'there is no report of $(TASK); run: dvc repro compare@$(TASK); or, if a remote has the results: dvc pull --with-deps compare@$(TASK)'; exit 1; }
 	@echo $(call quote,$(CURDIR)/$(report)/index.html)
 	@$(python) -m webbrowser $(call quote,file://$(CURDIR)/$(report)/index.html) > /dev/null
 

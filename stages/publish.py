@@ -27,7 +27,7 @@ from stages.core.lineage import LINEAGE_FILE, short, verified_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
-from stages.core.records import rebuild
+from stages.core.records import obtain, rebuild
 from stages.core.tasks import load_task
 from stages.exporting.certificate import exported_model
 from stages.models.certificate import certified_model
@@ -71,7 +71,7 @@ def gather(params: Params, run: str) -> Publication:
     contender, trained = by_name[run], by_name[recipe_name]
     for each in (trained, contender):
         if not each.runs:
-            raise UserError(f"{each.name} has not been evaluated; run: dvc repro {each.stage}")
+            raise UserError(f"{each.name} has not been evaluated; {obtain(each.stage)}")
     if (evaluated := contender.runs[0].model) != model.digest:
         raise UserError(
             f"{run} was evaluated with content {short(evaluated)}, but {model_dir} now holds "

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
+from stages.core.records import obtain
 
 if TYPE_CHECKING:
     from stages.reporting.compare import Comparison
@@ -85,7 +86,7 @@ def read_run(name: str) -> Run:
     task = params.subject(name).task
     run = runs.read_run(params, task_report(params, task), name, Path("data"))
     if run is None:
-        raise UserError(f"{name} has not been evaluated; run: dvc repro {params.evaluation_stage(name)}")
+        raise UserError(f"{name} has not been evaluated; {obtain(params.evaluation_stage(name))}")
     return run
 
 

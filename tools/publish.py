@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from stages.core.errors import UserError, listed
-from stages.core.records import unknown
+from stages.core.records import obtain, unknown
 from stages.launcher.pipeline import declared_stages
 
 
@@ -28,8 +28,7 @@ def main(run: str) -> None:
     if missing := [path for path in stage.inputs("data") if not Path(path).exists()]:
         evaluated = stages[f"docker/run evaluate {run}"].name
         raise UserError(
-            f"{run} cannot be published: of its inputs these are not here:\n{listed(missing)}\nif a remote has them: "
-            f"dvc pull --with-deps {evaluated}; or make them with: dvc repro {evaluated}"
+            f"{run} cannot be published: of its inputs these are not here:\n{listed(missing)}\n{obtain(evaluated)}"
         )
     # In place of this process, which would end before DVC does on Ctrl-C.
     os.execv(sys.executable, [sys.executable, "-m", "dvc", "repro", "--single-item", stage.name])

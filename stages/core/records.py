@@ -47,6 +47,11 @@ def rebuild(stage: str) -> str:
     return f"dvc repro -f -s {stage}"
 
 
+def obtain(stage: str) -> str:
+    """The commands that bring the outputs of a stage that are not here."""
+    return f"run: dvc repro {stage}; or, if a remote has the results: dvc pull --with-deps {stage}"
+
+
 class StageFile:
     """Base of a dataclass that one stage writes to a file and others read: JSON, or YAML by the file's suffix."""
 

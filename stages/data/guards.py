@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stages.core.errors import UserError
-from stages.core.records import rebuild
+from stages.core.records import obtain, rebuild
 from stages.data.conversation import Conversation, message
 from stages.data.parquet import read_rows
 from stages.data.splits import IMAGE_COLUMN
@@ -21,7 +21,7 @@ def read_guard(name: str) -> list[Conversation]:
     """The rows of a prepared guard, in order. Raises UserError if it is not prepared, is damaged or has images."""
     path, stage = GUARDS_DIR / name / "val.parquet", f"guard@{name}"
     if not path.is_file():
-        raise UserError(f"no prepared guard at {path}; run: dvc repro {stage}")
+        raise UserError(f"no prepared guard at {path}; {obtain(stage)}")
     rows = list(read_rows(path, fix=f"rebuild it with: {rebuild(stage)}"))
     if shown := next((row["id"] for row in rows if row.get(IMAGE_COLUMN)), None):
         raise UserError(f"guards.{name} has images, first in {shown}; leave such conversations out of it")

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pydantic import ConfigDict
 
 from stages.core.errors import UserError
-from stages.core.records import read_record, rebuild
+from stages.core.records import obtain, read_record, rebuild
 from stages.data.parquet import read_rows, read_schema
 
 STATS_FILE = "stats.json"
@@ -97,7 +97,7 @@ def read_prepared(
         if (prepared_dir / STATS_FILE).is_file() and split == "test":
             where = f"splits.test of the dataset {prepared_dir.name}"
             raise UserError(f"{prepared_dir} has no test split; name its files in params.yaml, below {where}")
-        raise UserError(f"no prepared data at {path}; run: dvc repro {stage}")
+        raise UserError(f"no prepared data at {path}; {obtain(stage)}")
     found = read_schema(path, fix=fix)
     for column in may_have:
         schema = schema.append(column) if column.name in found.names else schema

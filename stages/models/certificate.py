@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, short, verified_lineage
 from stages.core.params.schema import Params, made_by
-from stages.core.records import STRICT_OR_NAN, StageFile, rebuild
+from stages.core.records import STRICT_OR_NAN, StageFile, obtain, rebuild
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def made_model(place: str) -> tuple[Path, Lineage]:
     """
     folder, stage = Path("data") / place, made_by(place)
     if not folder.is_dir():
-        raise UserError(f"{folder} is not there; make it with: dvc repro {stage}")
+        raise UserError(f"{folder} is not there; {obtain(stage)}")
     lineage = verified_lineage(folder, fix=rebuild(stage))
     log.info("model %s, content %s", folder, short(lineage.digest))
     return folder, lineage

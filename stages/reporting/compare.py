@@ -11,7 +11,7 @@ import numpy as np
 
 from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import Params, recipe_of
-from stages.core.records import rebuild
+from stages.core.records import obtain, rebuild
 from stages.core.tasks import load_task
 from stages.data.guards import GUARD
 from stages.evaluation.statistics import (
@@ -373,7 +373,7 @@ def read_contenders(params: Params, report: TaskReport, data_dirs: Sequence[Path
     }
     evaluated = [run for of_name in runs.values() for run in of_name]
     if not evaluated:
-        raise UserError(f"no model of task {task} has been evaluated; run: dvc repro compare@{task}")
+        raise UserError(f"no model of task {task} has been evaluated; {obtain(f'compare@{task}')}")
     refuse_different_samples(evaluated)
     if others := [run for run in evaluated if run.plan and run.plan.profile != params.profile]:
         named = ", ".join(f"{run.name} ({run.plan.profile})" for run in others if run.plan)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import doctest
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stages.core.errors import UserError
 from stages.core.params import load_params
+from stages.data.guards import read_guard
+from stages.models.certificate import made_model
 from stages.reporting.runs import report_runs_dir
+from stages.tasks.amr.samples import read_split
 from tests import ROOT
 from tests.made_up_runs import made_up_ious, write_made_up_run
 from tests.stage_runs import made_up_memory, read_params, write_workspace
@@ -61,3 +67,22 @@ def test_every_cell_of_the_tour_runs(workspace: Path, capsys: pytest.CaptureFixt
     printed, _ = capsys.readouterr()
     for part in ("better on ", "++recipes.r1-llm-only.lora.rank=8' evaluate@r1-llm-only", "fits: "):
         assert part in printed
+
+
+@pytest.mark.parametrize(
+    ("ask", "stage"),
+    [
+        (lambda: api.read_run("r4-joint"), "evaluate@r4-joint"),
+        (lambda: api.compare_runs("amr"), "compare@amr"),
+        (lambda: made_model("runs/r4-joint/merged"), "merge@r4-joint"),
+        (lambda: read_split(Path("data/prepared/visempar"), "val"), "prepare@visempar"),
+        (lambda: read_guard("general"), "guard@general"),
+    ],
+)
+def test_what_is_not_here_is_made_or_pulled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[], object], stage: str
+) -> None:
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"; run: dvc repro {stage}; or, .*: dvc pull --with-deps {stage}$"):
+        ask()

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from stages.core.records import obtain
 from tests import ROOT
 
 
@@ -38,6 +39,10 @@ def test_the_hub_is_reached_only_if_something_may_be_there() -> None:
     assert "HF_HUB_OFFLINE=1" in command("data", "SOURCE=/a hub:b")
     assert "HF_HUB_OFFLINE" not in command("data", "SOURCE=hub:owner/name@main")
     assert "HF_HUB_OFFLINE" not in command("data", "DATASET=nutrition-tables"), "params.yaml says where that is"
+
+
+def test_a_report_that_is_not_here_is_made_or_pulled() -> None:
+    assert obtain("compare@amr") in command("report", "TASK=amr", tool="no report")
 
 
 def test_nothing_is_sent_unless_asked() -> None:

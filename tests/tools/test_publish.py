@@ -20,12 +20,12 @@ from tools.publish import main
         (
             "r4-joint",
             "data/runs/r4-joint/merged",
-            "not here: data/runs/r4-joint/merged if a remote has them: dvc pull --with-deps evaluate@r4-joint; or make",
+            "not here: data/runs/r4-joint/merged run: dvc repro evaluate@r4-joint; or, if a remote has the results: ",
         ),
         (
             "r4-joint",
             "data/provenance/detection",
-            "make them with: dvc repro evaluate@r4-joint",
+            "dvc pull --with-deps evaluate@r4-joint",
         ),
     ],
 )
