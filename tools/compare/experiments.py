@@ -130,7 +130,9 @@ def left_out_words(reasons: Mapping[str, str]) -> str:
 
 
 def named_revisions() -> tuple[dict[str, str], dict[str, str]]:
-    """The workspace and HEAD's experiments: (revision by name of the finished, state by name of the others)."""
+    """The workspace and HEAD's experiments: (revision by name of the finished, state by name of the others). Those of
+    other commits have a state too."""
+    everywhere = all_experiments()
     command = [sys.executable, "-m", "dvc", "exp", "show", "--csv"]
     for _ in range(5):
         shown = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -149,7 +151,17 @@ def named_revisions() -> tuple[dict[str, str], dict[str, str]]:
         else:
             state = str(row["State"]).lower()
             others[name] = "failed; dvc queue logs NAME says why" if state == "failed" else state
-    return finished, others
+    reason = "of other commits than HEAD; EXPERIMENTS= names those to compare"
+    return finished, others | dict.fromkeys(sorted(everywhere - finished.keys() - others.keys()), reason)
+
+
+def all_experiments() -> set[str]:
+    """The names of the experiments of all commits."""
+    from dvc.repo import Repo
+    from dvc.repo.experiments.utils import exp_refs_by_baseline
+
+    with Repo() as repo:
+        return {ref.name for of_commit in exp_refs_by_baseline(repo.scm).values() for ref in of_commit}
 
 
 def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:

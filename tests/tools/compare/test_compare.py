@@ -286,9 +286,11 @@ def test_dvc_is_asked_again_while_its_queue_makes_a_folder(monkeypatch: pytest.M
     answers = iter([subprocess.CompletedProcess([], 255, "", error), subprocess.CompletedProcess([], 0, shown, "")])
     monkeypatch.setattr("tools.compare.experiments.subprocess.run", lambda *_, **__: next(answers))
     monkeypatch.setattr("tools.compare.experiments.time.sleep", lambda _: None)
+    monkeypatch.setattr("tools.compare.experiments.all_experiments", lambda: {"tight-pomp", "older"})
     finished, others = named_revisions()
-    assert finished["tight-pomp"] == "0123456"
-    assert others == {"sad-kiln": "failed; dvc queue logs NAME says why"}
+    assert finished == {"workspace": "workspace", "tight-pomp": "0123456"}
+    elsewhere = "of other commits than HEAD; EXPERIMENTS= names those to compare"
+    assert others == {"sad-kiln": "failed; dvc queue logs NAME says why", "older": elsewhere}
     monkeypatch.setattr(
         "tools.compare.experiments.subprocess.run", lambda *_, **__: subprocess.CompletedProcess([], 255, "", error)
     )

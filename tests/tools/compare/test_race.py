@@ -213,6 +213,11 @@ def test_a_killed_race_goes_on_and_trains_nothing_twice(tmp_path: Path, monkeypa
     (Path(runs) / "metrics.json").write_text("{}")
     with pytest.raises(UserError, match=f"workspace cannot be compared: its {runs} is not that of dvc.lock: rm -rf"):
         comparable("detection", [WORKSPACE], tmp_path)
+    run("git", "commit", "-q", "--allow-empty", "-m", "next")
+    _, others = named_revisions()
+    assert {*revisions} - {WORKSPACE} <= {
+        name for name, state in others.items() if state.startswith("of other commits")
+    }
     # On a machine that has the commits of an experiment, and not its files.
     for listing in (workspace / ".dvc/cache").rglob("*.dir"):
         listing.unlink()
