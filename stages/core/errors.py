@@ -20,6 +20,7 @@ MAX_SHOWN = 50
 OUT_OF_MEMORY = 79
 """The exit code of a stage that ran out of memory. sysexits.h ends at 78, an engine's own codes begin at 125."""
 
+FOREIGN = "the workspace is read-only or another account's: work in a clone of your own"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -78,8 +79,7 @@ def excepthook(kind: type[BaseException], error: BaseException, traceback: Trace
     elif is_disk_full(error):
         print(f"Error: the disk is full: {reason}; make room, and type the same command again", file=sys.stderr)
     elif is_foreign(error):
-        fix = "the workspace is read-only or another account's: work in a clone of your own"
-        print(f"Error: {reason}; {fix}", file=sys.stderr)
+        print(f"Error: {reason}; {FOREIGN}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from ruamel.yaml import YAML
 
-from stages.core.errors import UserError, join_truncated, listed
+from stages.core.errors import FOREIGN, UserError, is_foreign, join_truncated, listed
 from stages.core.lineage import json_digest, short
 from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
 from stages.planning.memory_use import stage_memory_path
@@ -140,7 +140,11 @@ def named_revisions() -> tuple[dict[str, str], dict[str, str]]:
             break
         time.sleep(2)  # DVC fails while the queue makes or removes the folder of an experiment
     else:
-        raise UserError(f"dvc cannot show its experiments: {shown.stderr.strip()}")
+        reason = (
+            shown.stderr.partition("\n\nHaving any troubles?")[0].rpartition("ERROR: unexpected error - ")[2].strip()
+        )
+        error = UserError(f"dvc cannot show its experiments: {reason}")
+        raise UserError(f"{error.message}; {FOREIGN}") if is_foreign(error) else error
     finished, others = {WORKSPACE: WORKSPACE}, {}
     for row in csv.DictReader(shown.stdout.splitlines()):
         name = row["Experiment"] or row["rev"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,7 +285,9 @@ def test_dvc_is_asked_again_while_its_queue_makes_a_folder(monkeypatch: pytest.M
     shown = "Experiment,rev,typ,State\n,main,baseline,\ntight-pomp,0123456,branch_commit,Success\n"
     shown += "sad-kiln,89abcde,branch_base,Failed\n"
     error = "failed to show experiments - directory '.dvc/tmp/exps/tmpa/.dvc' does not exist"
-    answers = iter([subprocess.CompletedProcess([], 255, "", error), subprocess.CompletedProcess([], 0, shown, "")])
+    answers: Iterator[Any] = iter(
+        [subprocess.CompletedProcess([], 255, "", error), subprocess.CompletedProcess([], 0, shown, "")]
+    )
     monkeypatch.setattr("tools.compare.experiments.subprocess.run", lambda *_, **__: next(answers))
     monkeypatch.setattr("tools.compare.experiments.time.sleep", lambda _: None)
     monkeypatch.setattr("tools.compare.experiments.all_experiments", lambda: {"tight-pomp", "older"})
@@ -291,8 +295,11 @@ def test_dvc_is_asked_again_while_its_queue_makes_a_folder(monkeypatch: pytest.M
     assert finished == {"workspace": "workspace", "tight-pomp": "0123456"}
     elsewhere = "of other commits than HEAD; EXPERIMENTS= names those to compare"
     assert others == {"sad-kiln": "failed; dvc queue logs NAME says why", "older": elsewhere}
-    monkeypatch.setattr(
-        "tools.compare.experiments.subprocess.run", lambda *_, **__: subprocess.CompletedProcess([], 255, "", error)
-    )
-    with pytest.raises(UserError, match=r"cannot show its experiments: .* does not exist"):
-        named_revisions()
+    foreign = "ERROR: unexpected error - .git: repository path 'x' is not owned by current user\n\nHaving any troubles?"
+    for failure, message in (
+        (error, "does not exist$"),
+        (foreign, "s: .git: .* by current user; .* another account's"),
+    ):
+        answers = itertools.repeat(subprocess.CompletedProcess([], 255, "", failure))
+        with pytest.raises(UserError, match=f"cannot show its experiments?.*{message}"):
+            named_revisions()
