@@ -34,6 +34,7 @@ from stages.core.errors import UserError, listed, pluralize
 from stages.core.locks import hold
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
+from stages.core.records import parse_yaml
 from stages.launcher.gpus import leasable, read_gpus
 from stages.launcher.pipeline import gpus_wanted
 from stages.launcher.process import forwarded_signals, start, wait_for
@@ -84,11 +85,13 @@ def main(targets: tuple[str, ...], jobs: int | None, force: bool, profile: str |
 def set_profile(path: Path, profile: str) -> None:
     """Change this one line of params.yaml; `dvc exp run -S` breaks the lines of the whole file in other places.
 
-    Raises UserError if no profile has that name.
+    Raises UserError if no profile has that name, and for a file that says its profile in another way.
     """
     load_params(path).on(profile)
-    text = path.read_text(encoding="utf-8")
-    atomic_write(re.sub(r"^profile:.*", f"profile: {profile}", text, flags=re.MULTILINE), path)
+    text = re.sub(r"^profile:.*", f"profile: {profile}", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    if parse_yaml(text.encode())["profile"] != profile:
+        raise UserError(f"{path} has its profile in another form; write it as a line of its own: profile: {profile}")
+    atomic_write(text, path)
 
 
 class Step(NamedTuple):

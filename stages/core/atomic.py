@@ -20,8 +20,8 @@ def atomic_folder(folder: Path, *, keep: bool = True) -> Iterator[Path]:
         with TemporaryDirectory() as scratch:
             yield Path(scratch)
         return
-    aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_unfinished(folder)
+    aside = _aside(folder)
     aside.mkdir(parents=True)
     try:
         yield aside
@@ -32,6 +32,15 @@ def atomic_folder(folder: Path, *, keep: bool = True) -> Iterator[Path]:
     if folder.exists():
         shutil.rmtree(folder)
     aside.rename(folder)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process left of `atomic_folder`."""
+    shutil.rmtree(_aside(folder), ignore_errors=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def _apply_umask(folder: Path) -> None:
@@ -48,6 +57,6 @@ def _apply_umask(folder: Path) -> None:
 def atomic_write(text: str, path: Path) -> None:
     """Write a file whole, in place of an older one; never into that: it may be a hard link to DVC's cache."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
+    aside = _aside(path)
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)

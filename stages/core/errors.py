@@ -20,8 +20,8 @@ MAX_SHOWN = 50
 OUT_OF_MEMORY = 79
 """The exit code of a stage that ran out of memory. sysexits.h ends at 78, an engine's own codes begin at 125."""
 
-FOREIGN = "the workspace is read-only or another account's: work in a clone of your own"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FOREIGN = "the workspace, or a part of it, is read-only or another account's: work in a clone of your own"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -77,7 +77,8 @@ def excepthook(kind: type[BaseException], error: BaseException, traceback: Trace
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif is_disk_full(error):
-        print(f"Error: the disk is full: {reason}; make room, and type the same command again", file=sys.stderr)
+        full = "the disk is full, or a limit on file sizes is reached"
+        print(f"Error: {full}: {reason}; make room, and type the same command again", file=sys.stderr)
     elif is_foreign(error):
         print(f"Error: {reason}; {FOREIGN}", file=sys.stderr)
     else:
@@ -98,9 +99,10 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether the system refuses a file, in a repository that this account may not write, or libgit2 the repository."""
+    """Whether the system refuses a file, on a disk or in a repository that may not be written, or libgit2 that."""
     if isinstance(error, OSError) and error.errno in _REFUSED:
-        return Path(".git").exists() and not os.access(".git", os.W_OK)  # containers have none
+        read_only = error.errno == errno.EROFS or not os.access(".git", os.W_OK)
+        return read_only and Path(".git").exists()  # containers have none
     return str(error).endswith("is not owned by current user")
 
 

@@ -102,7 +102,7 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
 def read_settings(kind: type[T], path: Path, *, changes: Iterable[str] = ()) -> T:
     """A YAML file that a person wrote. Raises UserError with every value that does not fit the dataclass.
 
-    changes: `KEY.KEY=VALUE` to set first, with or without `++`, as `-S` does.
+    changes: `KEY.KEY=VALUE` to set first, with or without `++`, as `-S` does: a mapping is merged into what is there.
     """
     try:
         raw = parse_yaml(path.read_bytes())
@@ -126,9 +126,15 @@ def _set(raw: Any, change: str) -> None:
     if not equals or not isinstance(raw, dict):
         raise UserError(f"{change!r} sets no value; expected KEY.KEY=VALUE, such as seed=7")
     try:
-        raw[last] = parse_yaml(value)
+        raw[last] = _merged(raw.get(last), parse_yaml(value))
     except Unreadable as error:
         raise UserError(f"{change!r}: the value is not plain YAML: {error}") from None
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
+    return new
 
 
 def _unread(path: Path, error: OSError) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import click
 
+from stages.core.atomic import remove_unfinished
 from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.signals import ENDING, end_with_own_parent
 from stages.launcher.container import StageFolder
@@ -95,6 +96,9 @@ def run_here(request: Request, engine: Engine) -> int:
         if request.stage == "merge" and request.name and request.by_dvc:  # DVC has stored the trained weights
             remove_finished(checkpoints_dir(request.repository_dir, request.name))
         record = recorder(request, engine) if declared and request.node == 0 else None
+        if declared and request.node == 0:
+            for output in declared.written:  # a killed run's would take the room of this one's
+                remove_unfinished(request.workspace_dir / output)
         refuse_full_disk(request)
         ended, attempt = run_down_the_ladder(engine.run, request)
         if ended.code == 0 and record is not None:

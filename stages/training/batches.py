@@ -99,7 +99,10 @@ class ConversationCollator:
         converse = partial(for_model.conversation, answered=True, answer_format=plan.recipe.answer_format)
         if plan.skip_too_long:
             tokens = partial(count_tokens, processor, max_length=(limit := plan.recipe.max_length))
-            records = [each for each in records if tokens(converse(each)) <= limit] or records
+            kept = [each for each in records if tokens(converse(each)) <= limit]
+            if records and not kept:
+                raise UserError(f"skip_too_long leaves no sample: all have more than {limit} tokens; raise max_length")
+            records = kept
         _require_images(plan, map(converse, records))
         return cls(
             *(processor, records, converse),

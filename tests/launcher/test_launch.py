@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
@@ -16,9 +17,9 @@ from stages.launcher import launch as launcher
 from stages.launcher.apptainer import ApptainerEngine
 from stages.launcher.engines import choose_engine
 from stages.launcher.gpus import MIN_DRIVER, Gpu
-from stages.launcher.launch import refuse_full_disk, refuse_missing_deps
-from stages.launcher.pipeline import Request, gpus_wanted
-from stages.launcher.process import STAGES, ProcessEngine
+from stages.launcher.launch import refuse_full_disk, refuse_missing_deps, run_here
+from stages.launcher.pipeline import Request, declared_stages, gpus_wanted
+from stages.launcher.process import STAGES, Ended, ProcessEngine
 from stages.planning.resolve import resolve_plan
 from tests import ROOT
 from tests.documents import write_yaml
@@ -250,3 +251,13 @@ def test_stage_that_would_fill_the_disk_is_refused(
     monkeypatch.setattr(launcher, "same_disk", lambda *_: False)
     with pytest.raises(UserError, match=rf"in DVC.s cache, takes up to {400 if stage == 'merge' else 40} B"):
         refuse_full_disk(wanted)
+
+
+def test_what_a_killed_merge_left_takes_no_room(planned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = planned / "data/runs/r1-llm-only/.merged.partial"
+    left.mkdir()
+    monkeypatch.setattr(launcher, "recorder", lambda *_: lambda *_: None)
+    monkeypatch.setattr(launcher, "refuse_full_disk", lambda _: pytest.fail("it counts") if left.exists() else None)
+    merge = request_of(planned, "merge", "r1-llm-only", stages=declared_stages(ROOT))
+    engine: Any = SimpleNamespace(run=lambda _: Ended(code=0))
+    assert run_here(merge, engine) == 0

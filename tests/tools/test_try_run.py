@@ -245,7 +245,7 @@ def test_a_photograph_in_a_browser_gets_its_boxes(page: Any, workspace: Path, tm
                 assert "3600000000 pixels" in problem.input_value()
                 assert tab.get_by_label("Completion, word for word").first.input_value() == ""
             assert list(scratch.iterdir())
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGUSR1)  # as each of ENDING
             rest = process.communicate()[0]
         finally:
             process.kill()

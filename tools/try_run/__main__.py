@@ -28,6 +28,7 @@ from stages.core.environment import pinned_instructions
 from stages.core.errors import OutOfMemory, UserError, configure_logging
 from stages.core.lineage import short
 from stages.core.params import load_params
+from stages.core.signals import handling
 from stages.core.tasks import load_task
 from stages.exporting.certificate import exported_model
 from stages.models.certificate import certified_model, made_model
@@ -53,7 +54,8 @@ def main(name: str, alone: bool, port: int | None) -> None:
     os.environ |= pinned_instructions(os.environ, native=params.active.memory.native)
     task = params.subject(name).task
     form = FORMS.get(task, Form)(params, name)
-    with tempfile.TemporaryDirectory() as scratch:
+    ended_by_signal = handling(signal.default_int_handler)  # so that the folder of uploads goes
+    with suppress(KeyboardInterrupt), ended_by_signal, tempfile.TemporaryDirectory() as scratch:
         # Gradio reads these when it is imported: no telemetry, and uploads only here.
         os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": scratch}
         from tools.try_run.page import make_page, serve
@@ -66,9 +68,7 @@ def main(name: str, alone: bool, port: int | None) -> None:
         url = serve(make_page(f"{name}, {task}", form, models), port)
         opened = webbrowser.open(url)
         click.echo(f"{'opened' if opened else 'no browser here; open this in one:'} {url} (Ctrl-C ends it)")
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        threading.Event().wait()
 
 
 def load_models(params: Params, name: str, *, alone: bool) -> list[LoadedModel]:

@@ -122,6 +122,8 @@ def _device(params: Params) -> Problems:
             if (value := getattr(params, field)) is not None:
                 now = f"{value:g}" if isinstance(value, float) else value
                 yield field, f"{now}, though profile {params.profile} runs on a CPU; on a GPU run: {on_gpu or 'none'}"
+        if device.card:
+            yield f"profiles.{params.profile}.device.card", f"{device.card}, though kind is cpu"
     elif device.card is None and device.memory_gb is None:
         yield "gpu", f"missing, though profile {params.profile} runs on a GPU; give its size in GB or its name: {A_GPU}"
     elif memory.precision == "bf16" and not has_bf16(device.card):
