@@ -86,7 +86,7 @@ data: setup ## Show a dataset, and a sample as its model sees it (DATASET=, RECI
 # Options that are not given are left out: a recipe, a profile, one GPU or several.
 plan_options = $(if $(RECIPE),$(call quote,$(RECIPE))) $(call option,profile,$(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
 	$(call option,gpu,$(GPU)) $(if $(filter-out 0,$(JSON)),--json) \
-	$(foreach change,$(SET),$(call option,set,$(change)))
+	$(call option,set,$(SET))
 
 .PHONY: plan
 plan: setup ## Predict a recipe's memory and time, on a GPU without one (RECIPE=, PROFILE=, GPU=24|"RTX 3090", SET=, JSON=1; ALL=1)

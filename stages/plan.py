@@ -55,9 +55,6 @@ def main(recipe: str) -> None:
     fits = evaluation.verdict in (None, "fits")
     halved = "" if fits else f": {evaluation.verdict}; it halves its batch until it does"
     log.info("evaluation takes %s GiB, %d at once%s", gib_text(evaluation.prediction.total_bytes), batch_size, halved)
-    for setting, value in (("quantization", fit.plan.quantization), ("epochs", fit.plan.schedule.epochs)):
-        if (asked := getattr(wanted, setting)) != value:
-            log.info("%s: %s, by profile %s; the recipe says %s", setting, value, fit.plan.profile, asked)
 
 
 if __name__ == "__main__":

@@ -235,6 +235,8 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({**SHARDED, f"{R1}.optimizer": "muon"}, f"{R1}.optimizer: muon cannot be sharded"),
         ({f"{LABELS}.neftune_alpha": 5}, f"{LABELS}.neftune_alpha: set, though loss router-labels"),
         ({f"{R1}.validation": {"every_steps": 0}}, f"{R1}.validation.every_steps: "),
+        ({f"{R1}.epochs": 1.5}, f"{R1}.epochs: input should be a valid integer, found 1.5"),
+        ({"profiles.tiny.device.card": "H100"}, "profiles.tiny.device.card: H100, though kind is cpu"),
         ({f"{R1}.keep": "best", f"{R1}.validation": None}, f"{R1}.keep: chooses by validations"),
         (
             {f"{R1}.early_stopping": {"patience": 3}, f"{R1}.validation": {"by": "score", "score_samples": 0}},
@@ -365,3 +367,13 @@ def test_a_missing_file_names_the_folder_to_run_from(tmp_path: Path) -> None:
 
 def test_every_optimizer_has_its_row_of_properties() -> None:
     assert tuple(OPTIMIZERS) == get_args(Optimizer)
+
+
+def test_changes_are_merged_as_those_of_dvc_and_whole_numbers_may_be_written_as_floats() -> None:
+    lora = f"{R1}.lora={{rank: 8, targets: {{llm: [all-linear]}}}}"
+    settings = (load_params(SHIPPED, changes=changes) for changes in ((), (lora, f"{R1}.epochs=2.0")))
+    before, after = (params.recipes["r1-llm-only"] for params in settings)
+    assert before.lora is not None
+    assert after.lora == replace(before.lora, rank=8, targets=before.lora.targets | {"llm": ("all-linear",)})
+    assert (after.epochs, type(after.epochs)) == (2, int)
+    assert load_params(SHIPPED, changes=["licenses={}"]) == load_params(SHIPPED)

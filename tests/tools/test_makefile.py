@@ -21,7 +21,7 @@ from tests import ROOT
         (["demo", "TASK=chat", "PROFILE=smollm2-135m"], ["compare@chat", "--profile", "smollm2-135m"]),
         (["data", "SOURCE=/a b", "FORMAT=coco"], ["/a b", "--format", "coco"]),
         (["data", "SOURCE=/o'brien", "DATASET=a'b"], ["/o'brien", "--dataset", "a'b"]),
-        (["plan", "RECIPE=a'b", "SET=x='1' y=2"], ["a'b", "--set", "x='1'", "--set", "y=2"]),
+        (["plan", "RECIPE=a'b", "SET=x='1' y=2"], ["a'b", "--set", "x='1' y=2"]),
         (["verify", "RERUN=a'b", "STEPS=3", "KEEP=1"], ["--rerun", "a'b", "--steps", "3", "--keep"]),
         (["verify", "RERUN=a", "STEPS=3", "KEEP=0"], ["--rerun", "a", "--steps", "3"]),
         (["verify", "PUBLISHED=o'brien's", "KEY=b'c"], ["--published", "o'brien's", "--key", "b'c"]),

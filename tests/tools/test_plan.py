@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -30,9 +31,10 @@ from tests.stage_runs import done, few_photographs, read_params, refused, write_
 from tools import plan as tool
 from tools import timing
 from tools.plan import available_data, available_inputs, other_settings, root_base, trainable_recipes
-from tools.timing import Speed
+from tools.timing import MeasuredTime, Speed
 
 GPU_PROFILE = "qwen2-vl-2b"
+MEASURED = MeasuredTime(num_steps=1, step_s=1.0, hours={}, validation_s=0.0, num_threads=1)
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
 GEOMETRY = GEOMETRIES_DIR / "Qwen/Qwen2-VL-2B-Instruct"
 
@@ -119,7 +121,13 @@ def test_other_values_are_tried_without_an_edit(workspace: Path, predicted: list
     half = output_of(*on_gpu("r1-llm-only", "--set", f"profiles.{GPU_PROFILE}.memory.micro_batch=8"))
     assert "changes   GiB 16.00 -> 8.00, micro_batch 16 -> 8, grad_accumulation 1 -> 2\n" in half
     assert f"-S '++{rank}' -S '++seed=1' evaluate@r1-llm-only" in str(command(small))
-    for change, problem in (("recipes.r1-llm-only.lora.ranks=8", "did you mean 'rank'"), ("seed", "KEY.KEY=VALUE")):
+    both = output_of(*on_gpu("r1-llm-only", "--set", "recipes.r1-llm-only.lora={rank: 8, dropout: 0.1}  seed=1"))
+    assert "-S '++recipes.r1-llm-only.lora={rank: 8, dropout: 0.1}' -S '++seed=1' " in str(command(both))
+    for change, problem in (
+        ("recipes.r1-llm-only.lora.ranks=8", "did you mean 'rank'"),
+        ("seed", "KEY.KEY=VALUE"),
+        ("recipes.r1-llm-only.data=visempar", "is visempar, which has the task amr"),
+    ):
         assert problem in ask(*on_gpu("r1-llm-only", "--set", change)).output
 
 
@@ -189,6 +197,20 @@ def test_a_precision_that_this_cpu_emulates_is_said(
 ) -> None:
     text = output_of("r1-llm-only", "--set", f"profiles.tiny.memory.precision={precision}")
     assert ("is emulated with AVX2" in text) == warned
+
+
+def test_what_the_profile_limits_is_said_and_without_another_plan_nothing_changes(
+    workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(1.0)  # no two measurements agree
+    monkeypatch.setattr(timing, "measured_time", lambda *_: replace(MEASURED, hours={"this machine": next(clock)}))
+    monkeypatch.setattr(predictor, "free_and_total_bytes", lambda: (0, 2**35))
+    limited = {"epochs": 100, "validation.samples": 500}
+    text = output_of("r1-llm-only", *(f"--set=recipes.r1-llm-only.{name}={value}" for name, value in limited.items()))
+    assert "changes   time on this machine " in text, "three epochs became eight"
+    for name, value in limited.items():
+        assert re.search(rf"{name}: \d+, by profile tiny; the recipe says {value}\n", text)
+    assert "changes   nothing\n" in output_of("r1-llm-only", "--set=recipes.r1-llm-only.validation.samples=500")
 
 
 def test_with_base_and_data_it_predicts_what_the_plan_stage_does_and_no_file_knows_the_machines_speed(

@@ -12,6 +12,8 @@ import pytest
 from ruamel.yaml import YAML
 
 import tools.run
+from stages.core.errors import UserError
+from tests import ROOT
 from tests.launcher.small_checkout import CALLER, copy_code, small_checkout
 from tests.workspaces import Ended, Workspace, copy_folder, require_clean_end
 
@@ -168,6 +170,16 @@ def test_a_profile_is_written_into_params_yaml_before_its_stages_run(workspace: 
     assert side_by_side(workspace, "base", "--profile", "smollm2-135m").code == 0
     changed = [lines for lines in zip(before, params.read_text().splitlines(), strict=True) if len(set(lines)) > 1]
     assert changed == [("profile: tiny", "profile: smollm2-135m")]
+
+
+@pytest.mark.parametrize("written", ['"profile": tiny', "profile:\n  tiny"])
+def test_a_profile_that_is_written_in_another_form_stays(written: str, tmp_path: Path) -> None:
+    (path := tmp_path / "params.yaml").write_text(
+        text := (ROOT / "params.yaml").read_text().replace("\nprofile: tiny", f"\n{written}")
+    )
+    with pytest.raises(UserError, match="as a line of its own: profile: smollm2-135m"):
+        tools.run.set_profile(path, "smollm2-135m")
+    assert path.read_text() == text
 
 
 @without_launcher

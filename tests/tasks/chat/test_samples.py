@@ -173,6 +173,8 @@ def test_a_sample_that_is_too_long_is_left_out_before_its_template_is_looked_at(
     collate = ConversationCollator.for_plan(plan, load_processor(folder, None), records, samples)
     assert collate.records == [short]
     assert len(collate.lengths) == 1
+    with pytest.raises(UserError, match="leaves no sample: all have more than 3 tokens; raise max_length"):
+        ConversationCollator.for_plan(changed(plan, max_length=3), load_processor(folder, None), records, samples)
     with pytest.raises(UserError, match="would be trained on"):
         collate = ConversationCollator.for_plan(
             changed(plan, max_length=1000), load_processor(folder, None), records, samples
