@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,32 +11,12 @@ from unittest.mock import patch
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, ProcessorMixin, Trainer
-from transformers.integrations.accelerate import _get_device_map
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 
 def on_device(trainer: Trainer, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """A batch on the trainer's device."""
     return dict(trainer._prepare_inputs(dict(inputs)))
-
-
-def balanced_device_map(
-    model: PreTrainedModel, dtype: torch.dtype, num_gpus: int, nf4: BitsAndBytesConfig | None
-) -> dict[str, int]:
-    """GPU by module name, as device_map "balanced" spreads this model over GPUs that hold any amount.
-
-    model: on the meta device, its linear layers replaced in place where they are to be quantized.
-    """
-    quantizer = None
-    if nf4 is not None:
-        quantizer = Bnb4BitHfQuantizer(nf4, pre_quantized=False)
-        quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)
-    limits = dict.fromkeys(range(num_gpus), 1 << 60)  # bytes, more than any GPU has
-    # accelerate warns about each GPU in the map that this machine does not have.
-    with patch.object(logging.getLogger("accelerate.utils.modeling"), "disabled", new=True):
-        gpus: dict[str, int] = _get_device_map(model, "balanced", limits, quantizer)
-    assert set(gpus.values()) <= limits.keys(), gpus
-    return gpus
 
 
 def become_nf4(model: PreTrainedModel, config: BitsAndBytesConfig) -> dict[str, Any]:

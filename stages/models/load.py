@@ -31,7 +31,6 @@ from transformers.utils import is_flash_attn_2_available
 from stages.core.errors import UserError, join_truncated
 from stages.core.params.schema import DeviceParams
 from stages.internals.transformers_internals import (
-    balanced_device_map,
     layer_classes,
     mark_distributed,
     supports_sdpa,
@@ -61,13 +60,13 @@ def load_model(
 ) -> PreTrainedModel:
     """A model from a Hugging Face folder, on the device of this process.
 
-    precision: of the weights. padding_free: whether its inputs are several samples in a row. places: devices by module
-    name in place of that device; the start of a training checks them.
+    precision: of the weights. padding_free: whether its inputs are several samples in a row. places: options of
+    `from_pretrained` for other devices than that one; the start of a training checks where its weights are.
     Raises UserError if a layer would land on a CPU or a disk beside a GPU, or a CPU would read it wrongly in 4 bits.
     """
     check_device(device, precision)
     config = load_config(folder)
-    options: dict[str, Any] = {"device_map": {"": local_device(device)} if places is None else dict(places)}
+    options = dict(places or {"device_map": {"": local_device(device)}})
     if quantization == "nf4":
         options["quantization_config"] = nf4_config(DTYPES[precision])
     model, loaded = auto_class(config).from_pretrained(
@@ -115,12 +114,11 @@ def require_readable(model: torch.nn.Module, device: DeviceParams) -> None:
 
 def load_base(plan: Plan) -> PreTrainedModel:
     """The base of a recipe, placed as planned; on the CPU if it is still to be sharded (`shard`)."""
-    base_dir = Path(plan.base_dir)
-    places: dict[str, Any] | None = {"": "cpu"} if plan.is_sharded else None
+    places: Mapping[str, Any] | None = {"device_map": {"": "cpu"}} if plan.is_sharded else None
     if plan.memory.placement == "balanced":
-        places = balanced_gpus(plan, load_config(base_dir))
+        places = balanced(plan.device.count)
     return load_model(
-        base_dir,
+        Path(plan.base_dir),
         device=plan.device,
         precision=plan.memory.precision,
         quantization=plan.quantization,
@@ -128,6 +126,14 @@ def load_base(plan: Plan) -> PreTrainedModel:
         padding_free=plan.padding_free,
         places=places,
     )
+
+
+def balanced(num_gpus: int) -> dict[str, Any]:
+    """Options of `from_pretrained`: whole layers on GPUs, each with about as many bytes of weights as the others.
+
+    With room for any amount on each, this does not depend on a GPU's free memory, and nothing moves to a CPU.
+    """
+    return {"device_map": "balanced", "max_memory": dict.fromkeys(range(num_gpus), 1 << 60)}
 
 
 def nf4_config(dtype: torch.dtype, *, double_quantization: bool = True) -> BitsAndBytesConfig:
@@ -257,20 +263,6 @@ def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:
         raise UserError(
             f"offloaded away from {wanted}: {join_truncated(misplaced, 3)}; free its memory, or use a profile that fits"
         )
-
-
-def balanced_gpus(plan: Plan, config: PreTrainedConfig) -> dict[str, int]:
-    """GPU by module name, counted from 0; submodules go with their module.
-
-    This is transformers' own device_map "balanced" for the plan's weights, on GPUs that hold any amount: each gets
-    about as many bytes of weights as the others, layers stay whole, and weights that are tied stay together. Unlike
-    `from_pretrained(device_map="balanced")` it does not depend on a GPU's free memory; nothing moves to a CPU.
-    """
-    dtype = DTYPES[plan.memory.precision]
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=dtype)
-    nf4 = nf4_config(dtype) if plan.is_quantized else None
-    return balanced_device_map(model, dtype, plan.device.count, nf4)
 
 
 def process_mesh(plan: Plan) -> DeviceMesh:

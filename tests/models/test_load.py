@@ -2,6 +2,7 @@ import json
 import multiprocessing
 import os
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from bitsandbytes.nn import Linear4bit
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, modeling_utils
+from transformers import modeling_utils
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
@@ -22,12 +23,11 @@ from stages.memory.step import record_step
 from stages.models.folders import read_config
 from stages.models.kernels import PACKED
 from stages.models.load import (
-    balanced_gpus,
     limit_visible_gpus,
+    load_base,
     load_config,
     load_model,
     meta_model,
-    nf4_config,
     require_readable,
     resolve_attention,
 )
@@ -163,26 +163,24 @@ class Decided(Exception):
 
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
 @pytest.mark.parametrize("count", [2, 3])
-def test_the_balanced_map_is_that_of_from_pretrained_on_empty_gpus(
+def test_layers_are_spread_over_gpus_as_by_from_pretrained_on_empty_ones(
     count: int, quantization: str, tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free: dict[int | str, int] = dict.fromkeys([*range(count), "cpu"], 80 * 2**30)
-    decide, found = their_maps._get_device_map, []
+    decide, maps = their_maps._get_device_map, []
 
-    def decided(*args: Any, **kwargs: Any) -> Any:
-        found.append(decide(*args, **kwargs))
+    def decided(model: Any, kind: str, limits: dict[int, int], quantizer: Any) -> Any:
+        maps.extend(decide(model, kind, each, quantizer) for each in (limits, dict(free)))
         raise Decided
 
-    with monkeypatch.context() as patch:
-        patch.setattr(their_maps, "accelerate_max_memory", lambda given: dict(given or free))
-        patch.setattr(modeling_utils, "_get_device_map", decided)
-        options = {"quantization_config": nf4_config(torch.bfloat16)} if quantization == "nf4" else {}
-        with pytest.raises(Decided):
-            AutoModelForImageTextToText.from_pretrained(
-                tiny_vlm, device_map="balanced", dtype=torch.bfloat16, local_files_only=True, **options
-            )
-    ours = balanced_gpus(spread_plan(count, quantization=quantization), load_config(tiny_vlm))
-    assert [ours] == found
+    monkeypatch.setattr("stages.models.load.check_device", lambda *_: None)
+    monkeypatch.setattr(modeling_utils, "_get_device_map", decided)
+    plan = spread_plan(count, quantization=quantization)
+    with pytest.raises(Decided):
+        load_base(replace(plan, base_dir=str(tiny_vlm)))
+    ours, theirs = maps
+    assert ours == theirs
+    assert set(ours.values()) <= set(range(count))
 
 
 def test_an_export_in_4_bits_is_as_a_training_loads_its_base_but_for_exact_scales(tmp_path: Path) -> None:
