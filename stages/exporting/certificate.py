@@ -15,8 +15,8 @@ from pydantic.dataclasses import dataclass
 from stages.core.errors import UserError, bytes_text, join_truncated, pluralize
 from stages.core.lineage import Lineage, read_lineage
 from stages.core.params.schema import ExportParams, Params
-from stages.core.records import STRICT_OR_NAN
-from stages.models.certificate import Certificate, made_model, require_certified
+from stages.core.records import STRICT_OR_NAN, StageFile, rebuild
+from stages.models.certificate import made_model, require_certified
 
 TOLERANCE = {"f16": 0.5, "q8_0": 0.57, "q4_0": 1.01, "nf4": 0.55, "int8": 0.57}
 """Largest deviation of a weight, in steps of the quantization (`deviation`). Rounding to the nearest is off by half of
@@ -25,7 +25,7 @@ one. nf4 is dequantized in the weights' own precision, where bf16 rounds scale, 
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
-class ExportCertificate(Certificate):
+class ExportCertificate(StageFile):
     export: ExportParams
     """Its entry in params.yaml when it was made."""
     exported_digest: str
@@ -39,10 +39,6 @@ class ExportCertificate(Certificate):
     tolerance: float
     wrong: list[str]
     """Tensors that are missing, unknown, of another shape or off by more."""
-
-    @property
-    def digest(self) -> str:
-        return self.exported_digest
 
     def __str__(self) -> str:
         off = f"off by at most {self.deviation:.2f} steps of the quantization (tolerance {self.tolerance:g})"
@@ -63,8 +59,9 @@ def exported_model(params: Params, name: str) -> tuple[Path, Lineage, ExportCert
     """
     export = params.export(name)
     folder, lineage = made_model(f"exports/{name}")
-    path = folder.with_name(f"{name}.json")
-    certificate = require_certified(ExportCertificate, path, lineage, stage=f"export@{name}")
+    path, stage = folder.with_name(f"{name}.json"), f"export@{name}"
+    certificate = ExportCertificate.read(path, fix=rebuild(stage))
+    require_certified(path, certificate.exported_digest, certificate.problems(), lineage, stage=stage)
     merged = read_lineage(Path("data/runs") / export.recipe / "merged")
     if certificate.export != export or lineage.parents["merged"].lineage.digest != merged.digest:
         found = f"{certificate.export.quantization} of {certificate.export.recipe}"

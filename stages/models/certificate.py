@@ -6,9 +6,9 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -24,22 +24,6 @@ log = logging.getLogger(__name__)
 # all that was trained. Merging changes the order of additions (fp32), and rounds the merged weights once more (fp16: 11
 # bits of mantissa, bf16: 8, where a rank of 64 changes a weight by little more than its rounding).
 TOLERANCE = {"fp32": 1e-2, "fp16": 1e-1, "bf16": 5e-1}
-
-
-class Certificate(StageFile):
-    """A file that certifies a folder by its content."""
-
-    @property
-    @abstractmethod
-    def digest(self) -> str:
-        """Content digest of the folder."""
-
-    @abstractmethod
-    def problems(self) -> list[str]:
-        """Whatever speaks against the folder."""
-
-
-C = TypeVar("C", bound=Certificate)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
@@ -67,7 +51,7 @@ class QuantizationCost:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT_OR_NAN)
-class MergeCertificate(Certificate):
+class MergeCertificate(StageFile):
     recipe: str
     merged_digest: str
     """Content digest of the merged folder, with or without its weights (models.keep_merged)."""
@@ -90,10 +74,6 @@ class MergeCertificate(Certificate):
     quantization_cost: QuantizationCost | None = None
     """None if nothing was quantized."""
 
-    @property
-    def digest(self) -> str:
-        return self.merged_digest
-
     def __str__(self) -> str:
         deviation = f"logits off by {self.logit_deviation:.1e} of what training changed (tolerance {self.tolerance:g})"
         return f"{self.changed_modules} modules changed, {deviation}"
@@ -115,22 +95,16 @@ class MergeCertificate(Certificate):
         return found
 
 
-def require_certified(kind: type[C], path: Path, lineage: Lineage, *, stage: str) -> C:
-    """The certificate in `path`. Raises UserError unless it certifies exactly the content that `lineage` records.
+def require_certified(path: Path, digest: str, problems: Sequence[str], lineage: Lineage, *, stage: str) -> None:
+    """Raises UserError unless the certificate in `path` certifies exactly the content that `lineage` records.
 
-    stage: the one that made both, such as merge@r4-joint.
+    digest, problems: of the certificate. stage: the one that made both, such as merge@r4-joint.
     """
-    fix = rebuild(stage)
-    certificate = kind.read(path, fix=fix)
-    if certificate.digest != lineage.digest:
-        raise UserError(
-            f"{path} certifies {short(certificate.digest)}, but the folder holds {short(lineage.digest)}; "
-            f"rebuild it with: {fix}"
-        )
-    if problems := certificate.problems():
-        made = stage.partition("@")[0]
-        raise UserError(f"{path} records a failed {made}: {'; '.join(problems)}; rebuild it with: {fix}")
-    return certificate
+    problem = f"{path} records a failed {stage.partition('@')[0]}: {'; '.join(problems)}" if problems else ""
+    if digest != lineage.digest:
+        problem = f"{path} certifies {short(digest)}, but the folder holds {short(lineage.digest)}"
+    if problem:
+        raise UserError(f"{problem}; rebuild it with: {rebuild(stage)}")
 
 
 def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
@@ -148,7 +122,9 @@ def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
             raise UserError(f"{name} has no model: it is the file {answers}")
         return made_model(params.baselines[name].base)
     folder, lineage = made_model(f"runs/{name}/merged")
-    require_certified(MergeCertificate, folder.parent / "merge.json", lineage, stage=f"merge@{name}")
+    path, stage = folder.with_name("merge.json"), f"merge@{name}"
+    certificate = MergeCertificate.read(path, fix=rebuild(stage))
+    require_certified(path, certificate.merged_digest, certificate.problems(), lineage, stage=stage)
     return folder, lineage
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from stages.core.errors import UserError
 from stages.core.lineage import write_lineage
+from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, ImageParams, LoraParams
 from stages.data.conversation import Conversation
 from stages.models.adapters import (
@@ -25,7 +26,7 @@ from stages.models.adapters import (
     trained_modules,
     trained_tensors,
 )
-from stages.models.certificate import TOLERANCE, MergeCertificate, require_certified
+from stages.models.certificate import TOLERANCE, certified_model
 from stages.models.load import DTYPES, load_model
 from stages.models.merge import (
     changed_modules,
@@ -36,6 +37,7 @@ from stages.models.merge import (
     weight_digests,
 )
 from stages.models.prompts import load_processor
+from tests import ROOT
 from tests.made_up_records import CERTIFICATE
 from tests.plans import recipe_of
 
@@ -182,23 +184,25 @@ def test_each_problem_fails_the_certificate(change: dict[str, Any], problem: str
     assert problem in found
 
 
-def test_only_the_certificate_of_this_content_is_accepted(tmp_path: Path) -> None:
-    (tmp_path / "r1/merged").mkdir(parents=True)
-    (tmp_path / "r1/merged/config.json").write_text("{}")
-    merged = write_lineage(tmp_path / "r1/merged", kind="merged", name="r1")
-    path = tmp_path / "r1/merge.json"
+def test_only_the_certificate_of_this_content_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, path = Path("data/runs/r1/merged"), Path("data/runs/r1/merge.json")
+    params = load_params(ROOT / "params.yaml")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    merged = write_lineage(folder, kind="merged", name="r1")
     good = replace(CERTIFICATE, merged_digest=merged.digest)
     with pytest.raises(UserError, match=r"is missing.*dvc repro -f -s merge@r1"):
-        require_certified(MergeCertificate, path, merged, stage="merge@r1")
+        certified_model(params, "r1")
     good.write(path)
-    require_certified(MergeCertificate, path, merged, stage="merge@r1")
+    assert certified_model(params, "r1") == (folder, merged)
     for certificate, reason in (
         (CERTIFICATE, "certifies 000000000000, but the folder holds"),
         (replace(good, logit_deviation=1.0), "records a failed merge: logits deviate"),
     ):
         certificate.write(path)
         with pytest.raises(UserError, match=reason):
-            require_certified(MergeCertificate, path, merged, stage="merge@r1")
+            certified_model(params, "r1")
 
 
 def test_the_deviation_is_a_share_of_the_training_and_does_not_depend_on_threads(
