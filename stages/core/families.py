@@ -6,6 +6,7 @@ An entry holds what the rest of the code cannot read from a model's own files. N
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,16 @@ log = logging.getLogger(__name__)
 
 PAGE = "docs/extending.md#a-model-family"
 """Lists families, and describes how to add one."""
+
+
+TOWER = re.compile(r"model\.(visual|(vision|audio)_\w+)\.")
+"""Matches the beginning of the full names of a vision or audio tower's modules, in models with an entry or without."""
+PROJECTOR = re.compile(
+    r"model\.(visual\.(merger|deepstack_merger_list)|multi_modal_projector|connector|embed_vision|embed_audio|aligner)\."
+)
+"""Matches those of the projector, which wins over TOWER."""
+VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_end|>", "<|vision_pad|>", "<|vision_start|>")
+"""Special tokens that stand for images: nothing to learn in predicting them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +40,8 @@ class Boxes:
 
 @dataclass(frozen=True, kw_only=True)
 class Vision:
-    """A family's vision tower and image format."""
+    """A family's image format."""
 
-    tower: str = r"model\.visual\."
-    """Regular expression that matches the beginning of its modules' full names."""
-    projector: str = r"model\.visual\.merger\."
-    """Regular expression of the projector, which wins over `tower`."""
-    tokens: tuple[str, ...] = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
-    """Special tokens that stand for images; they never count in a loss."""
     video_processor: str = "Qwen2VLVideoProcessor"
     """transformers' class. A saved processor names it, and transformers cannot look it up without torchvision."""
     boxes: Boxes | None = None
@@ -112,7 +117,6 @@ FAMILIES = {
     "qwen3_vl": Family(
         name="Qwen3-VL",
         vision=Vision(
-            projector=r"model\.visual\.(merger|deepstack_merger_list)\.",
             video_processor="Qwen3VLVideoProcessor",
             boxes=Boxes(form="json", steps=1000),  # its model card's grounding examples
         ),
@@ -137,11 +141,6 @@ def unlisted_words(model_type: str) -> str | None:
         f"{model_type} is not among the families: it is trained as a text model by its own modules, in padded rows, by "
         "torch's kernels; docs/extending.md#other-architectures lists what was tried"
     )
-
-
-def vision_tokens() -> list[str]:
-    """Tokens that stand for images in any family: nothing to learn in predicting them."""
-    return sorted({token for family in FAMILIES.values() if family.vision for token in family.vision.tokens})
 
 
 def require_precision(model_type: str, precision: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import UserError
-from stages.core.families import FAMILIES
+from stages.core.families import PROJECTOR, TOWER
 from stages.core.params.schema import PARTS, LearningParams, LoraParams, Part, PartsParams
 from stages.internals.peft_internals import expert_names
 from stages.models.load import full_tensor, load_base, meta_model, process_mesh, shard
@@ -38,25 +37,12 @@ ADAPTER_DIR = "adapter"
 WEIGHTS_FILE = "weights.safetensors"
 
 
-@cache
-def _part_patterns() -> tuple[tuple[Part, re.Pattern[str]], ...]:
-    """Projectors and then vision towers of all families; the rest of a model is its language model.
-
-    No family's language model has the names of another's vision tower.
-    """
-    visions = [family.vision for family in FAMILIES.values() if family.vision]
-    patterns: list[tuple[Part, str]] = [("projector", vision.projector) for vision in visions]
-    patterns += [("vision", vision.tower) for vision in visions]
-    # Models without an entry are trained as text models: these parts stay frozen.
-    patterns.append(("projector", r"model\.(multi_modal_projector|connector|embed_vision|embed_audio|aligner)\."))
-    patterns.append(("vision", r"model\.(vision|audio)_\w+\."))
-    return tuple((part, re.compile(pattern)) for part, pattern in dict.fromkeys(patterns))
-
-
 def part_of(name: str) -> Part:
     """The part that a parameter or module belongs to, by its full name, PEFT's prefixes and infixes allowed."""
     name = plain_name(name)
-    return next((part for part, pattern in _part_patterns() if pattern.match(name)), "llm")
+    if PROJECTOR.match(name):
+        return "projector"
+    return "vision" if TOWER.match(name) else "llm"
 
 
 def plain_name(name: str) -> str:

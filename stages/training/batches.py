@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import MODEL_MAPPING, PreTrainedConfig
 
 from stages.core.errors import UserError
-from stages.core.families import vision_tokens
+from stages.core.families import VISION_TOKENS
 from stages.core.params.schema import Loss
 from stages.data.conversation import Conversation
 from stages.models.load import load_config
@@ -83,7 +83,7 @@ class ConversationCollator:
     def __post_init__(self) -> None:
         assert (self.experts is not None) == (self.loss == "router-labels"), self.loss
         vocabulary = tokenizer_of(self.processor).get_vocab()
-        vision = [vocabulary[token] for token in vision_tokens() if token in vocabulary]
+        vision = [vocabulary[token] for token in VISION_TOKENS if token in vocabulary]
         self._vision = torch.tensor(vision, dtype=torch.long)
 
     @classmethod
