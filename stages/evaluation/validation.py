@@ -26,7 +26,7 @@ from stages.core.tasks import load_task
 from stages.evaluation.generate import TextGenerator
 from stages.evaluation.score import Task
 from stages.internals.transformers_internals import attending_by, on_device
-from stages.models.load import attention_of, resolve_attention
+from stages.models.kernels import PACKED, PACKED_IMAGES
 from stages.models.prompts import Processor, count_tokens
 from stages.planning.plan import Plan
 from stages.training.batches import ConversationCollator
@@ -126,9 +126,7 @@ def choose_samples(collator: ConversationCollator, plan: Plan) -> tuple[int, ...
 def generating(trainer: RecipeTrainer) -> Iterator[PreTrainedModel]:
     """The model below the trainer's wrappers, its adapters in place, as it can generate: attention that takes padding,
     in the precision of the training."""
-    model, plan = trainer.accelerator.unwrap_model(trainer.model), trainer.plan
+    model = trainer.accelerator.unwrap_model(trainer.model)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    attn = resolve_attention(plan.memory.attn, plan.device, plan.memory.precision, padding_free=False)
-    padded = attention_of(base.config, attn)
-    with attending_by(base, padded), trainer.accelerator.autocast():
+    with attending_by(base, "sdpa", instead_of=(PACKED, PACKED_IMAGES)), trainer.accelerator.autocast():
         yield base

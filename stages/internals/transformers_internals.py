@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,18 +46,14 @@ def set_attention(model: PreTrainedModel, config: PreTrainedConfig, name: str) -
 
 
 @contextmanager
-def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """All parts of a loaded model attend by this implementation in the block, and then each by its own again."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
+def attending_by(model: PreTrainedModel, name: str, *, instead_of: Collection[str]) -> Iterator[None]:
+    """Parts of a loaded model that attend by some implementations attend by another in the block."""
+    configs = (module.config for module in model.modules() if hasattr(module, "config"))
     with ExitStack() as stack:
-        for config in configs.values():
-            stack.enter_context(patch.object(config, "_attn_implementation_internal", name))
+        for config in {id(config): config for config in configs}.values():
+            if getattr(config, "_attn_implementation", None) in instead_of:
+                stack.enter_context(patch.object(config, "_attn_implementation_internal", name))
         yield
-
-
-def supports_sdpa(kind: type[PreTrainedModel]) -> bool:
-    return bool(kind._supports_sdpa)
 
 
 def is_stateful(model: PreTrainedModel) -> bool:

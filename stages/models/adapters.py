@@ -18,6 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -25,7 +26,7 @@ from stages.core.errors import UserError
 from stages.core.families import PROJECTOR, TOWER
 from stages.core.params.schema import PARTS, LearningParams, LoraParams, Part, PartsParams
 from stages.internals.peft_internals import expert_names
-from stages.models.load import full_tensor, load_base, meta_model, process_mesh, shard
+from stages.models.load import full_tensor, load_base, meta_model, shard
 
 if TYPE_CHECKING:
     from stages.planning.plan import Plan
@@ -61,7 +62,8 @@ def load_trainable(plan: Plan) -> PreTrainedModel | PeftModel:
     """The base with the recipe's adapters on it, placed as planned."""
     model = apply_recipe(load_base(plan), plan.recipe)
     if plan.is_sharded:
-        shard(model, plan, process_mesh(plan))
+        # Starts the group of all processes of the training if there is none yet.
+        shard(model, plan, init_device_mesh(plan.device.kind, (plan.device.total,)))
     return model
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from transformers import (
@@ -25,16 +25,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
 from stages.core.errors import UserError, join_truncated
 from stages.core.params.schema import DeviceParams
-from stages.internals.transformers_internals import (
-    layer_classes,
-    mark_distributed,
-    supports_sdpa,
-)
+from stages.internals.transformers_internals import layer_classes, mark_distributed
 from stages.models.folders import read_config
 from stages.models.kernels import EXPERTS, PACKED, replace_modules
 
@@ -65,7 +61,7 @@ def load_model(
     Raises UserError if a layer would land on a CPU or a disk beside a GPU, or a CPU would read it wrongly in 4 bits.
     """
     check_device(device, precision)
-    config = load_config(folder)
+    config, attn = load_config(folder), resolve_attention(attn, device, precision, padding_free=padding_free)
     options = dict(places or {"device_map": {"": local_device(device)}})
     if quantization == "nf4":
         options["quantization_config"] = nf4_config(DTYPES[precision])
@@ -74,10 +70,7 @@ def load_model(
         output_loading_info=True,
         config=config,
         dtype=DTYPES[precision],
-        attn_implementation=(
-            attn := attention_of(config, resolve_attention(attn, device, precision, padding_free=padding_free))
-        ),
-        experts_implementation=EXPERTS,
+        **implementations(attn),
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,
@@ -148,18 +141,13 @@ def nf4_config(dtype: torch.dtype, *, double_quantization: bool = True) -> BitsA
 
 def new_model(config: PreTrainedConfig, *, precision: str, attn: str = "sdpa") -> PreTrainedModel:
     """A model with freshly initialized weights, which computes as a loaded one does."""
-    attn = attention_of(config, attn)
-    model = auto_class(config).from_config(
-        config, dtype=DTYPES[precision], attn_implementation=attn, experts_implementation=EXPERTS
-    )
+    model = auto_class(config).from_config(config, dtype=DTYPES[precision], **implementations(attn))
     return replace_modules(model, attn)
 
 
-def attention_of(config: PreTrainedConfig, attn: str) -> str:
-    """transformers' name of an attention, or eager for SDPA where the model's class has none."""
-    images = auto_class(config) is AutoModelForImageTextToText
-    kind = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if images else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
-    return "eager" if attn == "sdpa" and not supports_sdpa(kind) else attn
+def implementations(attn: str) -> dict[str, Any]:
+    """Of attention and experts, by transformers' names. None is SDPA, or eager where the model's class has none."""
+    return {"attn_implementation": None if attn == "sdpa" else attn, "experts_implementation": EXPERTS}
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -263,11 +251,6 @@ def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:
         raise UserError(
             f"offloaded away from {wanted}: {join_truncated(misplaced, 3)}; free its memory, or use a profile that fits"
         )
-
-
-def process_mesh(plan: Plan) -> DeviceMesh:
-    """All processes of the training, in a row. Starts their group if there is none yet."""
-    return init_device_mesh(plan.device.kind, (plan.device.total,))
 
 
 def shard(model: PreTrainedModel | PeftModel, plan: Plan, mesh: DeviceMesh) -> None:

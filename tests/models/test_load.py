@@ -167,7 +167,7 @@ def test_layers_are_spread_over_gpus_as_by_from_pretrained_on_empty_ones(
     count: int, quantization: str, tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free: dict[int | str, int] = dict.fromkeys([*range(count), "cpu"], 80 * 2**30)
-    decide, maps = their_maps._get_device_map, []
+    decide, maps = their_maps._get_device_map, list[dict[str, int]]()
 
     def decided(model: Any, kind: str, limits: dict[int, int], quantizer: Any) -> Any:
         maps.extend(decide(model, kind, each, quantizer) for each in (limits, dict(free)))

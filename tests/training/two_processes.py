@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from stages.core.params.schema import CheckpointParams, DeviceParams, LoraParams
 from stages.evaluation.validation import Validator
 from stages.internals.accelerate_internals import reset_accelerator
 from stages.models.adapters import trained_tensors
-from stages.models.load import process_mesh, to_local
+from stages.models.load import to_local
 from stages.planning.plan import Plan
 from stages.training.checkpoints import kept_checkpoints
 from stages.training.processes import run_workers
@@ -83,7 +83,9 @@ def collate(samples: Sequence[Mapping[str, int]], domains: int = 0) -> dict[str,
 def build(plan: Plan) -> RecipeTrainer:
     validator = Validator(collator=collate, chosen=range(VALIDATED.samples), score=plain_loss)  # type: ignore[arg-type]
     seed_everything(plan.seed + dist.get_rank())  # each process draws its own
-    trainer = trainer_of(plan, "text", collator=collate, mesh=process_mesh(plan), validator=validator)
+    trainer = trainer_of(
+        plan, "text", collator=collate, mesh=init_device_mesh("cpu", (PROCESSES,)), validator=validator
+    )
     torch.manual_seed(dist.get_rank())
     trainer.remove_callback(StartContract)  # an adapter's gradient is zero where the model itself is random
     return trainer
@@ -193,7 +195,7 @@ def breach_of(mesh: DeviceMesh) -> str:
 
 def main(rank: int, folder: Path) -> None:
     """Train in each of two processes, and write what came of it."""
-    mesh = process_mesh(plan_of(**sharded(FULL)))
+    mesh = init_device_mesh("cpu", (PROCESSES,))
     for name in TRAINED:
         tensors = two_steps(name, mesh)
         reset_accelerator()
