@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -51,12 +50,10 @@ class LlamaCpp:
     batch_size: int
     """Sequences at once."""
     settings: EvaluationParams
-    url: str = field(init=False, default="")
-    """Address of a server, which lives as long as this object."""
     server: Any = field(init=False, default=None)
-    """llama.cpp's, from `_serve`."""
-    shape: tuple[int, int] = field(init=False, default=(0, 0))
-    """Sequences at once of that server, and the tokens that each has room for."""
+    """llama.cpp's, from `reserve`."""
+    room: int = field(init=False, default=0)
+    """Tokens that each sequence of that server has room for."""
 
     @property
     def engine(self) -> str:
@@ -64,9 +61,22 @@ class LlamaCpp:
         return f"llama.cpp, xllamacpp {version('xllamacpp')}"
 
     def reserve(self, questions: Sequence[Conversation]) -> None:
-        """Load the file, with room for these unanswered conversations."""
+        """Start a server with room for these unanswered conversations, unless the present one has it."""
+        import xllamacpp
+
         longest = max((len(self._ids(question)[0]) for question in questions), default=0)
-        self._serve(self.batch_size, longest + self.settings.max_new_tokens)
+        if self.room >= (needed := longest + self.settings.max_new_tokens):
+            return
+        self.server = None  # the last one's memory is free before the next takes its own
+        self.room = max(needed, 256)
+        params = xllamacpp.CommonParams()
+        params.model.path = str(self.path)
+        params.n_parallel, params.n_ctx = self.batch_size, self.batch_size * self.room
+        params.kv_unified = False
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+        params.n_gpu_layers = 0
+        params.verbosity, params.ui, params.warmup = -1, False, False
+        self.server = xllamacpp.Server(params)
 
     def completions(self, questions: Sequence[Conversation]) -> list[Completion]:
         """The completion of each of these unanswered conversations, in order."""
@@ -86,9 +96,9 @@ class LlamaCpp:
         prompts, limit = [self._ids(question)[0] for question in questions], self.settings.max_new_tokens
         request = {"n_predict": limit, "temperature": 0, "return_tokens": True, "cache_prompt": False}
         progress, generated = Progress("completions %d/%d  %.1f samples/s", len(prompts)), list[list[int]]()
-        at_once = self.batch_size * 8
+        at_once, url = self.batch_size * 8, f"{self.server.listening_address}/completion"
         for first in range(0, len(prompts), at_once):
-            events = _post(f"{self.url}/completion", request | {"prompt": prompts[first : first + at_once]})
+            events = _post(url, request | {"prompt": prompts[first : first + at_once]})
             events = events if isinstance(events, list) else [events]  # of a single prompt
             generated += [event["tokens"] for event in sorted(events, key=lambda event: event["index"])]
             progress(len(generated))
@@ -99,7 +109,7 @@ class LlamaCpp:
         encoded = [self._ids(conversation, mark_answers=True) for conversation in conversations]
         if not encoded:
             return []
-        self.server, self.shape = None, (0, 0)  # its memory is free before the file is loaded again
+        self.server, self.room = None, 0  # its memory is free before the file is loaded again
         progress, likelihoods = Progress("scored %d/%d completions  %.1f/s", len(encoded)), list[AnswerLikelihood]()
         for values in log_probs(self.path, encoded):
             likelihoods.append(AnswerLikelihood(sum(values), len(values)))
@@ -117,24 +127,6 @@ class LlamaCpp:
         )
         marked = inputs.get("answers", torch.zeros_like(inputs["input_ids"]))
         return inputs["input_ids"][0].tolist(), marked[0].nonzero()[:, 0].tolist()
-
-    def _serve(self, sequences: int, length: int) -> None:
-        """Start a server for so many sequences at once of `length` tokens, unless the present one does."""
-        import xllamacpp
-
-        if self.shape[0] == sequences and self.shape[1] >= length:
-            return
-        self.shape = sequences, max(length, 256)
-        params = xllamacpp.CommonParams()
-        params.model.path = str(self.path)
-        params.n_parallel, params.n_ctx = sequences, math.prod(self.shape)
-        params.kv_unified = False
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
-        params.n_gpu_layers = 0
-        params.verbosity, params.ui, params.warmup = -1, False, False
-        self.server = None  # the last one's memory is free before the next takes its own
-        self.server = xllamacpp.Server(params)
-        self.url = self.server.listening_address
 
 
 def load_exported(

@@ -31,8 +31,7 @@ def largest_deviations(model_dir: Path, path: Path, entries: Sequence[Entry]) ->
     tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     is_neutral = config.get("neutral_shared_expert", False)
     unknown = tensors.keys() - {entry.name for entry in entries} - {"rope_freqs.weight"}
-    tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
-    left_out = weights.path_of.keys() - {source for entry in entries for source in entry.sources} - tied
+    left_out = weights.path_of.keys() - {source for entry in entries for source in entry.sources}
     found = dict.fromkeys(unknown | left_out, np.inf)
     for entry in entries:
         tensor = tensors.get(entry.name)

@@ -135,8 +135,6 @@ def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: str
     names = gguf.get_tensor_name_map(architecture_of(config), config["num_hidden_layers"])
     experts = config.get("num_experts", 0)
     for source in sorted(weights.path_of):
-        if source == "lm_head.weight" and config.get("tie_word_embeddings"):
-            continue
         before, is_expert, after = source.partition(".mlp.experts.")
         number, _, matrix = after.partition(".")
         if is_expert and number != "0":

@@ -126,10 +126,11 @@ def test_a_file_has_the_models_own_template_and_tokenizer(
     written(folders[family], tmp_path / "model.gguf", "q4_0")
     generator = in_llama_cpp(folders[family], tmp_path / "model.gguf")
     generator.reserve(questions())
+    url = generator.server.listening_address
     for question in questions():
         messages = [{"role": "user", "content": question.messages[0]["content"][0]["text"]}]
-        prompt = _post(f"{generator.url}/apply-template", {"messages": messages})["prompt"]
-        tokens = _post(f"{generator.url}/tokenize", {"content": prompt, "parse_special": True})["tokens"]
+        prompt = _post(f"{url}/apply-template", {"messages": messages})["prompt"]
+        tokens = _post(f"{url}/tokenize", {"content": prompt, "parse_special": True})["tokens"]
         assert tokens == encode(generator.processor, [question], padding_side="left")["input_ids"][0].tolist()
 
 
