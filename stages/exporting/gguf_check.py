@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 
-from stages.exporting.gguf_file import IDLE_GATE, Entry, head_dim, is_interleaved
-from stages.models.folders import Checkpoint, read_config
+from stages.exporting.gguf_file import Entry
+from stages.models.folders import Checkpoint
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -27,9 +27,8 @@ SMALLEST_SCALE = 2.0**-14
 def largest_deviations(model_dir: Path, path: Path, entries: Sequence[Entry]) -> dict[str, float]:
     """The largest deviation of each tensor of the folder, in steps; infinite for one that is missing or of another
     shape, and for a tensor of the file that nothing in the folder is made into. entries: as they were written."""
-    config, weights = read_config(model_dir), Checkpoint(model_dir)
+    weights = Checkpoint(model_dir)
     tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
-    is_neutral = config.get("neutral_shared_expert", False)
     unknown = tensors.keys() - {entry.name for entry in entries} - {"rope_freqs.weight"}
     left_out = weights.path_of.keys() - {source for entry in entries for source in entry.sources}
     found = dict.fromkeys(unknown | left_out, np.inf)
@@ -44,11 +43,11 @@ def largest_deviations(model_dir: Path, path: Path, entries: Sequence[Entry]) ->
             off = [found.get(source, 0.0)]  # tied embeddings may be in the file twice
             for rows in entry.blocks():
                 original = weights.rows(source, rows).float().numpy()
-                if is_neutral and source.endswith(IDLE_GATE):
+                if entry.is_idle:
                     original = np.ones_like(original)
                 values = _rows(path, tensor, expert * num_rows + rows.start, len(original)).reshape(original.shape)
-                if is_interleaved(config, source):
-                    values = values[_places(len(values), head_dim(config))]
+                if entry.head_rows:
+                    values = values[_places(len(values), entry.head_rows)]
                 off.append((np.abs(values - original) / step(original, entry.kind)).max())
             found[source] = float(np.max(off))
     return found

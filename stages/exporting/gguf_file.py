@@ -27,7 +27,6 @@ from stages.models.folders import Checkpoint, read_config
 
 BLOCK = 2**18
 """Weights in memory at a time."""
-IDLE_GATE = ".mlp.shared_expert_gate.weight"
 
 ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,
@@ -95,11 +94,6 @@ def architecture_of(config: Mapping[str, Any]) -> MODEL_ARCH:
     return ARCHITECTURES[model_type]
 
 
-def is_interleaved(config: Mapping[str, Any], source: str) -> bool:
-    """Whether the rows of this tensor of the folder stand in another order in the file."""
-    return config["model_type"] in INTERLEAVED and source.split(".")[-2] in ("q_proj", "k_proj")
-
-
 def write_gguf(model_dir: Path, path: Path, quantization: str, *, name: str) -> list[Entry]:
     """Write a model folder as one file, a block of a tensor after the other; returns the file's tensors.
 
@@ -144,14 +138,15 @@ def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: str
             raise UserError(f"{source} has no name in GGUF; {CONVERTER}")
         shape = weights.shape(source)
         sources = tuple(f"{before}.mlp.experts.{each}.{matrix}" for each in range(experts)) if is_expert else (source,)
+        is_interleaved = config["model_type"] in INTERLEAVED and source.split(".")[-2] in ("q_proj", "k_proj")
         entry = Entry(
             weights=weights,
             name=found,
             sources=sources,
             shape=(experts, *shape) if is_expert else shape,
             kind=kind_of(found, shape, quantization),
-            head_rows=head_dim(config) if is_interleaved(config, source) else 0,
-            is_idle=source.endswith(IDLE_GATE) and config.get("neutral_shared_expert", False),
+            head_rows=head_dim(config) if is_interleaved else 0,
+            is_idle=source.endswith(".mlp.shared_expert_gate.weight") and config.get("neutral_shared_expert", False),
         )
         yield entry
         if found == "token_embd.weight" and config.get("tie_word_embeddings") and config["model_type"] in UNTIED:
