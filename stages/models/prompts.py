@@ -294,26 +294,16 @@ def shortened(processor: Processor, conversation: Conversation, max_length: int 
     The cut is between two tokens of the text. The result is longer if the rest alone is; a conversation without a
     shortenable text is returned as it is.
     """
-    shortenable = next(
-        (
-            (turn, number)
-            for turn, message in enumerate(conversation.messages)
-            for number, part in enumerate(message["content"])
-            if part.get("shortenable")
-        ),
-        None,
-    )
-    if max_length is None or shortenable is None:
+    messages = copy.deepcopy(conversation.messages)
+    part = next((part for each in messages for part in each["content"] if part.get("shortenable")), None)
+    if max_length is None or part is None:
         return conversation
-    turn, number = shortenable
-    part = conversation.messages[turn]["content"][number]
+    text, cut = part["text"], replace(conversation, messages=messages)
     options: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-    offsets = tokenizer_of(processor)(part["text"], **options)["offset_mapping"]
+    offsets = tokenizer_of(processor)(text, **options)["offset_mapping"]
     ends = [0, *(end for _, end in offsets[:max_length])]  # no more tokens of the text can be left
     while True:
-        messages = copy.deepcopy(conversation.messages)
-        messages[turn]["content"][number]["text"] = part["text"][: ends[-1]]
-        cut = replace(conversation, messages=messages)
+        part["text"] = text[: ends[-1]]
         excess = count_tokens(processor, cut) - max_length
         if excess <= 0 or len(ends) == 1:
             return cut
