@@ -7,16 +7,16 @@ own convert_hf_to_gguf.py gives them.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, ClassVar, cast
 
 import gguf
 import numpy as np
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType
-from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -43,9 +43,10 @@ UNTIED = {"qwen2_moe"}
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor of the file, and those of the folder that it is made of. `GGUFWriter.write_tensor_data` takes it for an
-    array, with a block of it in memory at a time."""
+    """A tensor of the file, and those of the folder that it is made of. `GGUFWriter` takes it for an array in fp32, of
+    which a block is in memory at a time."""
 
+    dtype: ClassVar = np.dtype(np.float32)
     weights: Checkpoint
     name: str
     sources: tuple[str, ...]
@@ -110,16 +111,12 @@ def write_gguf(model_dir: Path, path: Path, quantization: str, *, name: str) -> 
     add_tokenizer(writer, model_dir, config["vocab_size"])
     factors = rope_factors(config, model_dir)
     if factors is not None:
-        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+        writer.add_tensor("rope_freqs.weight", factors)
     for entry in entries:
-        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=entry.kind)
+        writer.add_tensor(entry.name, cast("Any", entry), raw_dtype=entry.kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    if factors is not None:
-        writer.write_tensor_data(factors)
-    for entry in tqdm(entries, "tensors", leave=False, disable=None):
-        writer.write_tensor_data(cast("Any", entry))
+    writer.write_tensors_to_file(progress=sys.stderr.isatty())
     writer.close()
     return entries
 
