@@ -109,7 +109,9 @@ def load_base(plan: Plan) -> PreTrainedModel:
     """The base of a recipe, placed as planned; on the CPU if it is still to be sharded (`shard`)."""
     places: Mapping[str, Any] | None = {"device_map": {"": "cpu"}} if plan.is_sharded else None
     if plan.memory.placement == "balanced":
-        places = balanced(plan.device.count)
+        # Whole layers, about as many bytes on each GPU. With room for any amount on each, this does not depend on a
+        # GPU's free memory, and nothing moves to a CPU.
+        places = {"device_map": "balanced", "max_memory": dict.fromkeys(range(plan.device.count), 1 << 60)}
     return load_model(
         Path(plan.base_dir),
         device=plan.device,
@@ -119,14 +121,6 @@ def load_base(plan: Plan) -> PreTrainedModel:
         padding_free=plan.padding_free,
         places=places,
     )
-
-
-def balanced(num_gpus: int) -> dict[str, Any]:
-    """Options of `from_pretrained`: whole layers on GPUs, each with about as many bytes of weights as the others.
-
-    With room for any amount on each, this does not depend on a GPU's free memory, and nothing moves to a CPU.
-    """
-    return {"device_map": "balanced", "max_memory": dict.fromkeys(range(num_gpus), 1 << 60)}
 
 
 def nf4_config(dtype: torch.dtype, *, double_quantization: bool = True) -> BitsAndBytesConfig:
