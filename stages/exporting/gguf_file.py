@@ -146,7 +146,8 @@ def entries_of(config: Mapping[str, Any], weights: Checkpoint, quantization: str
             is_idle=source.endswith(".mlp.shared_expert_gate.weight") and config.get("neutral_shared_expert", False),
         )
         yield entry
-        if found == "token_embd.weight" and config.get("tie_word_embeddings") and config["model_type"] in UNTIED:
+        is_tied = found == "token_embd.weight" and "lm_head.weight" not in weights.path_of
+        if is_tied and config["model_type"] in UNTIED:
             yield replace(entry, name="output.weight")
 
 
