@@ -170,6 +170,7 @@ def test_layers_are_spread_over_gpus_as_by_from_pretrained_on_empty_ones(
     decide, maps = their_maps._get_device_map, list[dict[str, int]]()
 
     def decided(model: Any, kind: str, limits: dict[int, int], quantizer: Any) -> Any:
+        assert kind == "balanced"
         maps.extend(decide(model, kind, each, quantizer) for each in (limits, dict(free)))
         raise Decided
 
