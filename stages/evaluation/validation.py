@@ -26,7 +26,7 @@ from stages.core.tasks import load_task
 from stages.evaluation.generate import TextGenerator
 from stages.evaluation.score import Task
 from stages.internals.transformers_internals import attending_by, on_device
-from stages.models.kernels import PACKED, PACKED_IMAGES
+from stages.models.kernels import PACKED_ATTENTION
 from stages.models.prompts import Processor, count_tokens
 from stages.planning.plan import Plan
 from stages.training.batches import ConversationCollator
@@ -128,5 +128,5 @@ def generating(trainer: RecipeTrainer) -> Iterator[PreTrainedModel]:
     in the precision of the training."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    with attending_by(base, "sdpa", instead_of=(PACKED, PACKED_IMAGES)), trainer.accelerator.autocast():
+    with attending_by(base, "sdpa", instead_of=PACKED_ATTENTION), trainer.accelerator.autocast():
         yield base

@@ -47,7 +47,8 @@ def set_attention(model: PreTrainedModel, config: PreTrainedConfig, name: str) -
 
 @contextmanager
 def attending_by(model: PreTrainedModel, name: str, *, instead_of: Collection[str]) -> Iterator[None]:
-    """Parts of a loaded model that attend by some implementations attend by another in the block."""
+    """Parts of a loaded model that attend by one of `instead_of` attend by `name` in the block, and then by their own
+    again."""
     configs = (module.config for module in model.modules() if hasattr(module, "config"))
     with ExitStack() as stack:
         for config in {id(config): config for config in configs}.values():

@@ -104,6 +104,7 @@ PACKED = "packed"
 PACKED_IMAGES = "packed flash"
 """Another name of it: with it Qwen's vision towers hand over all images in one call, as to flash attention, and
 without which they read the images' lengths from the GPU in every layer."""
+PACKED_ATTENTION = (PACKED, PACKED_IMAGES)
 
 
 def packed_attention(
@@ -163,7 +164,7 @@ def takes_variable_lengths(query: torch.Tensor) -> bool:
     )
 
 
-for _name in (PACKED, PACKED_IMAGES):
+for _name in PACKED_ATTENTION:
     AttentionInterface.register(_name, packed_attention)
 
 

@@ -23,7 +23,7 @@ from stages.internals.transformers_internals import attending_by
 from stages.models import kernels
 from stages.models.adapters import apply_recipe
 from stages.models.kernels import (
-    PACKED,
+    PACKED_ATTENTION,
     PACKED_IMAGES,
     ThreadIndependentLayerNorm,
     autocast_experts,
@@ -188,7 +188,7 @@ def test_a_model_for_packed_rows_attends_to_padded_ones_for_a_while(tiny_vlm: Pa
     model = load_model(tiny_vlm, device=device, precision="fp32", padding_free=True).eval()
     before = implementations()
     assert PACKED_IMAGES in before
-    with attending_by(model, "sdpa", instead_of=(PACKED, PACKED_IMAGES)):
+    with attending_by(model, "sdpa", instead_of=PACKED_ATTENTION):
         assert implementations() == {"sdpa"}
         assert torch.equal(probe_logits(model, processor, probes), plain)
     assert implementations() == before
