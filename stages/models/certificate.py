@@ -100,11 +100,14 @@ def require_certified(path: Path, digest: str, problems: Sequence[str], lineage:
 
     digest, problems: of the certificate. stage: the one that made both, such as merge@r4-joint.
     """
-    problem = f"{path} records a failed {stage.partition('@')[0]}: {'; '.join(problems)}" if problems else ""
+    fix = rebuild(stage)
     if digest != lineage.digest:
-        problem = f"{path} certifies {short(digest)}, but the folder holds {short(lineage.digest)}"
-    if problem:
-        raise UserError(f"{problem}; rebuild it with: {rebuild(stage)}")
+        raise UserError(
+            f"{path} certifies {short(digest)}, but the folder holds {short(lineage.digest)}; rebuild it with: {fix}"
+        )
+    if problems:
+        made = stage.partition("@")[0]
+        raise UserError(f"{path} records a failed {made}: {'; '.join(problems)}; rebuild it with: {fix}")
 
 
 def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
