@@ -52,17 +52,17 @@ def load_model(
     quantization: str = "none",
     attn: str = "sdpa",
     padding_free: bool = False,
-    places: Mapping[str, Any] | None = None,
+    placement: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """A model from a Hugging Face folder, on the device of this process.
 
-    precision: of the weights. padding_free: whether its inputs are several samples in a row. places: options of
-    `from_pretrained` for other devices than that one; the start of a training checks where its weights are.
+    precision: of the weights. padding_free: whether its inputs are several samples in a row. placement: options
+    of `from_pretrained` for other devices than that one; the start of a training checks where its weights are.
     Raises UserError if a layer would land on a CPU or a disk beside a GPU, or a CPU would read it wrongly in 4 bits.
     """
     check_device(device, precision)
     config, attn = load_config(folder), resolve_attention(attn, device, precision, padding_free=padding_free)
-    options = dict(places or {"device_map": {"": local_device(device)}})
+    options = dict({"device_map": {"": local_device(device)}} if placement is None else placement)
     if quantization == "nf4":
         options["quantization_config"] = nf4_config(DTYPES[precision])
     model, loaded = auto_class(config).from_pretrained(
@@ -86,7 +86,7 @@ def load_model(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     require_readable(model, device)
-    if places is None:
+    if placement is None:
         check_placement(model, device)
     return model
 
@@ -107,11 +107,11 @@ def require_readable(model: torch.nn.Module, device: DeviceParams) -> None:
 
 def load_base(plan: Plan) -> PreTrainedModel:
     """The base of a recipe, placed as planned; on the CPU if it is still to be sharded (`shard`)."""
-    places: Mapping[str, Any] | None = {"device_map": {"": "cpu"}} if plan.is_sharded else None
+    placement: Mapping[str, Any] | None = {"device_map": {"": "cpu"}} if plan.is_sharded else None
     if plan.memory.placement == "balanced":
-        # Whole layers, about as many bytes on each GPU. With room for any amount on each, this does not depend on a
-        # GPU's free memory, and nothing moves to a CPU.
-        places = {"device_map": "balanced", "max_memory": dict.fromkeys(range(plan.device.count), 1 << 60)}
+        # Whole layers, about as many bytes on each GPU; weights that are tied stay together. With room for any amount
+        # on each, this does not depend on a GPU's free memory, and nothing moves to a CPU.
+        placement = {"device_map": "balanced", "max_memory": dict.fromkeys(range(plan.device.count), 1 << 60)}
     return load_model(
         Path(plan.base_dir),
         device=plan.device,
@@ -119,7 +119,7 @@ def load_base(plan: Plan) -> PreTrainedModel:
         quantization=plan.quantization,
         attn=plan.memory.attn,
         padding_free=plan.padding_free,
-        places=places,
+        placement=placement,
     )
 
 
