@@ -294,9 +294,11 @@ def shortened(processor: Processor, conversation: Conversation, max_length: int 
     The cut is between two tokens of the text. The result is longer if the rest alone is; a conversation without a
     shortenable text is returned as it is.
     """
+    if max_length is None:
+        return conversation
     messages = copy.deepcopy(conversation.messages)
     part = next((part for each in messages for part in each["content"] if part.get("shortenable")), None)
-    if max_length is None or part is None:
+    if part is None:
         return conversation
     text, cut = part["text"], replace(conversation, messages=messages)
     options: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
