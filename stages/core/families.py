@@ -19,7 +19,8 @@ PAGE = "docs/extending.md#a-model-family"
 
 
 TOWER = re.compile(r"model\.(visual|(vision|audio)_\w+)\.")
-"""Matches the beginning of the full names of a vision or audio tower's modules, in models with an entry or without."""
+"""Matches the beginning of the full names of a vision or audio tower's modules, in models with an entry or without.
+Those without are trained as text models, so these parts stay frozen; no family's language model has a tower's names."""
 PROJECTOR = re.compile(
     r"model\.(visual\.(merger|deepstack_merger_list)|multi_modal_projector|connector|embed_vision|embed_audio|aligner)\."
 )
