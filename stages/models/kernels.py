@@ -44,17 +44,23 @@ class ThreadIndependentLayerNorm(nn.LayerNorm):
         return normalized if bias is None else normalized + bias
 
 
+def turn_off_cudnn_attention() -> None:
+    """Leave SDPA to torch's own kernels in this process, which training takes anyway: cuDNN's is not deterministic.
+
+    On a B200 torch 2.13 with cuDNN 9.20 gives wrong greedy completions for fewer than 8 key heads
+    (pytorch/pytorch#193893), and on Hopper it makes a plan for every new length, one a token.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+
+
 def replace_modules(model: PreTrainedModel, attn: str) -> PreTrainedModel:
     """Make a model's patch projection a PatchProjection, and its layer norms thread-independent ones, in place.
 
-    Every model passes here, loaded or new, so that none attends by cuDNN: SDPA is left to torch's own kernels, which
-    training takes anyway, as cuDNN's is not deterministic. On a B200 torch 2.13 with cuDNN 9.20 gives wrong greedy
-    completions for fewer than 8 key heads (pytorch/pytorch#193893), and on Hopper it makes a plan for every new length,
-    one a token.
+    Every model passes here, loaded or new, so that none attends by cuDNN.
 
     attn: transformers' name of the attention that the model was loaded with.
     """
-    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+    turn_off_cudnn_attention()
     if attn == PACKED and hasattr(model.config, "vision_config"):
         set_attention(model, model.config.vision_config, PACKED_IMAGES)
     for name, module in model.named_modules():

@@ -43,7 +43,7 @@ from stages.internals.torch_internals import cpu_peak, expand_segments
 from stages.launcher.gpus import driver_version
 from stages.memory.fakes import fake_batch, fake_processor
 from stages.memory.predict import MemoryPredictor, predict_generation
-from stages.models.kernels import packed_attention
+from stages.models.kernels import packed_attention, turn_off_cudnn_attention
 from stages.models.load import check_device
 from stages.planning.cards import card_of
 from stages.planning.ladder import prefill_batch_size
@@ -82,7 +82,7 @@ def facts(device: str) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     card = card_of(name)
     with_triton = find_spec("triton") is not None and on_gpu
-    torch.backends.cuda.enable_cudnn_sdp(enabled=False)  # as loading a model does
+    turn_off_cudnn_attention()  # as loading a model does
     seed_everything(42)  # from here on kernels without a deterministic form are refused, as in every training
     probes = {f"SDPA, {case}": chosen_kernel(device, *shape) for case, shape in ATTENTION.items()}
     return {
