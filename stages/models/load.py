@@ -140,7 +140,7 @@ def new_model(config: PreTrainedConfig, *, precision: str, attn: str = "sdpa") -
 
 
 def implementations(attn: str) -> dict[str, Any]:
-    """transformers' names of attention and experts. None: SDPA, or eager in each part whose class has none."""
+    """transformers' names of attention and experts. None: SDPA, or eager in each part that has no SDPA."""
     return {"attn_implementation": None if attn == "sdpa" else attn, "experts_implementation": EXPERTS}
 
 
