@@ -139,8 +139,8 @@ def _json_completions(path: Path) -> Iterator[tuple[int, str, str]]:
         yield number, sample_id, completion
 
 
-def rouge(completion: str, reference: str, keys: Sequence[str], *, of_any_language: bool = False) -> dict[str, float]:
-    """F-measures, from 0 to 1, of one-word, two-word and longest common sequences: rouge1, rouge2 and rougeL of `keys`.
+def rouge(key: str, completion: str, reference: str, *, of_any_language: bool = False) -> float:
+    """F-measure, from 0 to 1, of one-word, two-word or longest common sequences: `key` is rouge1, rouge2 or rougeL.
 
     The same as Google's rouge-score without stemming, computed by torchmetrics.
     of_any_language: words are runs of Unicode's letters and digits, not of a to z and digits alone.
@@ -149,8 +149,8 @@ def rouge(completion: str, reference: str, keys: Sequence[str], *, of_any_langua
     # torchmetrics imports torch.
     from torchmetrics.functional.text.rouge import rouge_score
 
-    scores = rouge_score(completion, reference, rouge_keys=tuple(keys), normalizer=_words if of_any_language else None)
-    return {key: float(scores[f"{key}_fmeasure"]) for key in keys}
+    scores = rouge_score(completion, reference, rouge_keys=key, normalizer=_words if of_any_language else None)
+    return float(scores[f"{key}_fmeasure"])
 
 
 def token_f1(completion: str, reference: str) -> float:

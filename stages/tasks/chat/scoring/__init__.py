@@ -34,7 +34,7 @@ a figure of metrics.json, except for perplexity."""
 _MEASURES: dict[TextMetric, Callable[[str, str], tuple[float, ...]]] = {
     "exact": lambda text, truth: (float(composed(text).strip() == composed(truth).strip()),),
     "token_f1": lambda text, truth: (token_f1(text, truth),),
-    "rouge_l": lambda text, truth: (rouge(text, truth, ("rougeL",), of_any_language=True)["rougeL"],),
+    "rouge_l": lambda text, truth: (rouge("rougeL", text, truth, of_any_language=True),),
     "chrf": lambda text, truth: (sacrebleu.sentence_chrf(text, [truth]).score / 100,),
     "json": lambda text, truth: (field_accuracy(text, truth), float(json_fields(text) is not None)),
 }

@@ -157,10 +157,6 @@ def mc2(true: Sequence[float], false: Sequence[float]) -> float:
     return float(np.exp(for_true - np.logaddexp(for_true, for_false)))
 
 
-def _rouge(key: str, completion: str, reference: str) -> float:
-    return rouge(completion, reference, (key,))[key]
-
-
 def bleu(completion: str, reference: str) -> float:
     """BLEU of one completion against one reference, from 0 to 1, with the settings of lm-evaluation-harness
     (lm_eval/tasks/truthfulqa/utils.py): international tokenization, exponential smoothing; 0 below four tokens.
@@ -170,7 +166,7 @@ def bleu(completion: str, reference: str) -> float:
     return sacrebleu.corpus_bleu([completion], [[reference]], smooth_method="exp", tokenize="intl").score / 100
 
 
-MEASURES: dict[str, Measure] = {"bleu": bleu, **{key: partial(_rouge, key) for key in ROUGES}}
+MEASURES: dict[str, Measure] = {"bleu": bleu, **{key: partial(rouge, key) for key in ROUGES}}
 
 
 def nearest_score(measure: Measure, completion: str, references: Sequence[str]) -> float:
