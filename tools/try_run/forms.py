@@ -149,8 +149,8 @@ class AmrForm(Form):
         """The graph that `predict` writes: the completion's, a repaired one, or an empty one."""
         submission = amr.submission([question.sample_id], [completion], answer_format=self.answer_format)
         _, graph = submission.text.replace("\r\n", "\n").split("\n", 1)
-        note = "The completion is no graph; this is its repair.\n" if submission.repaired else ""
-        note += "The completion holds no concept; `predict` writes an empty graph.\n" if submission.empty else ""
+        note = "The completion is no graph; this is its repair.\n" if submission.num_repaired else ""
+        note += "The completion holds no concept; `predict` writes an empty graph.\n" if submission.num_empty else ""
         drawn = "\n".join(mermaid(read_graph(graph)))
         fence = "```"
         while fence in graph:

@@ -12,9 +12,9 @@ from stages.core.errors import UserError, pluralize
 from stages.core.records import shown
 from stages.data.conversation import Conversation
 from stages.data.texts import UnreadableText, markup_problem
-from stages.tasks.amr.samples import decode, question, repaired
+from stages.tasks.amr.samples import decode, question
 from stages.tasks.amr.samples.blocks import FIELD, Block, read_blocks, read_lines
-from stages.tasks.amr.samples.graphs import Node, penman_lines
+from stages.tasks.amr.samples.graphs import Node, penman
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ EMPTY = Node("amr-empty")
 class Submission:
     text: str
     """One block per sentence, in their order, with CRLF line ends."""
-    repaired: tuple[int, ...]
-    """Sentences, counted from 0, with a completion that was no graph and could be repaired."""
-    empty: tuple[int, ...]
-    """Sentences with EMPTY in place of the completion."""
+    num_repaired: int
+    """Completions that were no graph and could be repaired."""
+    num_empty: int
+    """Completions replaced by EMPTY."""
 
     def summary(self) -> str:
-        return f"{pluralize(len(self.repaired), 'completion')} repaired, {len(self.empty)} replaced by an empty graph"
+        return f"{pluralize(self.num_repaired, 'completion')} repaired, {self.num_empty} replaced by an empty graph"
 
 
 def read_inputs(path: Path) -> list[str]:
@@ -95,16 +95,13 @@ def submission(sentences: Sequence[str], completions: Sequence[str], *, answer_f
 
     A broken completion is repaired, or replaced by EMPTY if no concept of it is left.
     """
-    assert len(sentences) == len(completions), f"{len(completions)} completions for {len(sentences)} sentences"
-    blocks: list[str] = []
-    fixed: list[int] = []
-    empty: list[int] = []
-    for index, (sentence, completion) in enumerate(zip(sentences, completions, strict=True)):
-        graph = decode(completion, answer_format).graph
-        if graph is None:
-            graph = repaired(completion, answer_format)
-            (empty if graph is None else fixed).append(index)
+    decoded = [decode(completion, answer_format) for completion in completions]
+    blocks = []
+    for sentence, each in zip(sentences, decoded, strict=True):
+        graph = penman(each.repaired or EMPTY, indented=True)
         # In ViSemPar there is no space between a role and its node.
-        lines = re.sub(r"^( *:[^\s()]+) \(", r"\1(", penman_lines(graph or EMPTY), flags=re.MULTILINE)
+        lines = re.sub(r"^( *:[^\s()]+) \(", r"\1(", graph, flags=re.MULTILINE)
         blocks.append(f"#::snt {sentence}\n{lines}\n")
-    return Submission("\n".join(blocks).replace("\n", "\r\n"), tuple(fixed), tuple(empty))
+    num_empty = sum(each.repaired is None for each in decoded)
+    num_broken = sum(each.graph is None for each in decoded)
+    return Submission("\n".join(blocks).replace("\n", "\r\n"), num_broken - num_empty, num_empty)

@@ -6,7 +6,7 @@ import unicodedata
 
 from hypothesis import strategies as st
 
-from stages.tasks.amr.samples.graphs import Node, Reference
+from stages.tasks.amr.samples.graphs import Node, Reference, linear, variable_names
 
 CONCEPTS = st.one_of(
     st.sampled_from(["tôi", "t", "đi", "chủ tịch", "chủ_tịch", "ông hoàng nhỏ", "contrast-01", "amr-unknown", "1900"]),
@@ -36,6 +36,13 @@ def graphs(draw: st.DrawFn, *, max_nodes: int = 8, concepts: st.SearchStrategy[s
         return Node(draw(concepts), tuple(draw(st.permutations(edges))))
 
     return node(0)
+
+
+def as_drawn(graph: Node, *, indent: str = "") -> str:
+    """PENMAN with the words as they are, not canonical."""
+    names = variable_names(graph, taken={unicodedata.normalize("NFC", each) for each in graph.constants()})
+    heads = [f"{name} / {node.concept}" for name, node in zip(names, graph.walk(), strict=True)]
+    return linear(graph, heads, names, indent=indent)
 
 
 PIECES = [

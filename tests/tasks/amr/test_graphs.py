@@ -2,20 +2,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.tasks.amr.samples import ANSWER_FORMATS, complete, repaired
+from stages.tasks.amr.samples import ANSWER_FORMATS, complete, decode
 from stages.tasks.amr.samples.graphs import (
     MAX_DEPTH,
     MalformedGraph,
     Node,
     Reference,
     canonical,
-    penman_line,
-    penman_lines,
+    penman,
     read_graph,
     variable_names,
 )
 from tests.damage import damaged_text, quick
-from tests.tasks.amr.drawn import PIECES, graphs
+from tests.tasks.amr.drawn import PIECES, as_drawn, graphs
 
 
 @pytest.mark.parametrize(
@@ -67,8 +66,9 @@ def test_a_malformed_graph_says_where_and_why(text: str, line: int | None, reaso
 
 @given(graphs())
 def test_reading_gives_back_what_was_written(graph: Node) -> None:
-    assert read_graph(penman_line(graph)) == graph
-    assert read_graph(penman_lines(graph)) == canonical(graph) == canonical(canonical(graph))
+    assert read_graph(as_drawn(graph)) == read_graph(as_drawn(graph, indent="    ")) == graph
+    for indented in (False, True):
+        assert read_graph(penman(graph, indented=indented)) == canonical(graph) == canonical(canonical(graph))
 
 
 def test_variables_are_letters_of_the_concepts_and_pass_over_what_is_taken() -> None:
@@ -80,12 +80,11 @@ def test_variables_are_letters_of_the_concepts_and_pass_over_what_is_taken() -> 
 @given(graph=graphs(), data=st.data())
 @quick(80)
 def test_a_graph_with_its_text_damaged_is_a_graph_or_malformed(graph: Node, data: st.DataObject) -> None:
-    lines = data.draw(st.sampled_from([penman_line, penman_lines]))(graph)
-    text = data.draw(damaged_text(lines, PIECES))
+    text = data.draw(damaged_text(as_drawn(graph, indent=data.draw(st.sampled_from(["", "    "]))), PIECES))
     for variables in (True, False):
         try:
             form = canonical(read_graph(text, variables=variables))
-            assert canonical(read_graph(penman_line(form))) == form
+            assert read_graph(penman(form)) == form
         except MalformedGraph as malformed:
             assert malformed.line is None or 0 <= malformed.line <= text.count("\n")
 
@@ -109,5 +108,5 @@ def test_an_endless_completion_takes_linear_time(before: str, repeated: str) -> 
     """Twenty-five thousand characters, of which the square would take minutes."""
     text = before + repeated * (25_000 // len(repeated))
     for answer_format in ANSWER_FORMATS:
-        repaired(text, answer_format)
+        decode(text, answer_format)
         complete(text, answer_format)

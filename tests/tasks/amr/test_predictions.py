@@ -66,12 +66,12 @@ def test_a_submission_looks_like_the_training_files() -> None:
         "#::snt tôi không đi nhà tôi .\r\n(đ / đi\r\n    :agent(t / tôi)\r\n"
         "    :theme(n / nhà\r\n        :poss t)\r\n    :polarity -)\r\n"
     )
-    assert (found.repaired, found.empty) == ((), ())
+    assert (found.num_repaired, found.num_empty) == (0, 0)
 
 
 def test_broken_completions_are_repaired_or_replaced() -> None:
     found = submission(["a", "b", "c"], ["(a / a", "", "(c / c)"], answer_format="full")
-    assert (found.repaired, found.empty) == ((0,), (1,))
+    assert (found.num_repaired, found.num_empty) == (1, 1)
     assert [block.graph_text() for block in read_blocks(found.text.split("\r\n"))] == [
         "(a / a)", "(a / amr-empty)", "(c / c)",
     ]  # fmt: skip
@@ -85,8 +85,8 @@ def test_there_are_always_as_many_blocks_as_sentences(answer_format: str, comple
     found = submission(sentences, completions, answer_format=answer_format)
     blocks = list(read_blocks(found.text.split("\r\n")))
     assert [block.sentence for block in blocks] == sentences
-    for index, (block, completion) in enumerate(zip(blocks, completions, strict=True)):
-        graph, completed = read_graph(block.graph_text()), decode(completion, answer_format).graph
-        assert (graph == EMPTY) or index not in found.empty
-        if completed is not None:
-            assert graph == canonical(completed)
+    decoded = [decode(completion, answer_format) for completion in completions]
+    for block, each in zip(blocks, decoded, strict=True):
+        assert read_graph(block.graph_text()) == canonical(each.graph or each.repaired or EMPTY)
+    assert found.num_empty == sum(each.repaired is None for each in decoded)
+    assert found.num_repaired + found.num_empty == sum(each.graph is None for each in decoded)

@@ -11,9 +11,8 @@ from stages.tasks.amr.samples import (
     encode,
     parse_record,
     probes,
-    repaired,
 )
-from stages.tasks.amr.samples.graphs import Node, canonical, penman_line, read_graph
+from stages.tasks.amr.samples.graphs import Node, canonical, penman, read_graph
 from tests.tasks.amr.drawn import TEXTS, graphs
 
 GRAPH = read_graph("(x1 / nói :agent (x2 / chủ tịch :mod t) :topic (x3 / đi :agent x2 :theme x1))")
@@ -68,13 +67,14 @@ def test_a_broken_completion_has_a_reason(text: str, answer_format: str, reason:
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @given(text=TEXTS)
 def test_any_completion_is_decoded_and_repaired(answer_format: str, text: str) -> None:
-    decoded, fixed = decode(text, answer_format), repaired(text, answer_format)
+    decoded = decode(text, answer_format)
+    fixed = decoded.repaired
     assert (decoded.graph is None) != (decoded.problem is None)
     if decoded.graph is not None:
         assert fixed == decoded.graph
     if fixed is not None:
         again = canonical(fixed)
-        assert read_graph(penman_line(again)) == again
+        assert read_graph(penman(again)) == again
         assert decode(encode(again, "ptr"), "ptr").graph == again
 
 
@@ -95,10 +95,10 @@ def test_any_completion_is_decoded_and_repaired(answer_format: str, text: str) -
     ],
 )  # fmt: skip
 def test_repair_keeps_sound_parts(text: str, answer_format: str, expected: str) -> None:
-    assert decode(text, answer_format).graph is None
-    fixed = repaired(text, answer_format)
-    assert fixed is not None
-    assert canonical(fixed) == read_graph(expected)
+    decoded = decode(text, answer_format)
+    assert decoded.graph is None
+    assert decoded.repaired is not None
+    assert canonical(decoded.repaired) == read_graph(expected)
 
 
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)

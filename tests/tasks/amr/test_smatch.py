@@ -7,7 +7,7 @@ import smatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.tasks.amr.samples.graphs import Node, Reference, canonical, penman_line, read_graph
+from stages.tasks.amr.samples.graphs import Node, Reference, canonical, penman, read_graph
 from stages.tasks.amr.scoring.smatch import Triples, as_written, best_match, normalized, triples_of
 from tests.tasks.amr.drawn import graphs
 
@@ -97,7 +97,7 @@ def test_the_smatch_package_finds_the_same_or_less(monkeypatch: pytest.MonkeyPat
     equal, pairs = 0, [similar_graphs(rng) for _ in range(60)]
     for ours, theirs in pairs:
         smatch.match_triple_dict.clear()  # or it counts by what it remembers of the pair before
-        matched, predicted, gold = smatch.get_amr_match(penman_line(ours), penman_line(theirs))
+        matched, predicted, gold = smatch.get_amr_match(penman(ours), penman(theirs))
         one, other = (triples_of(graph, as_written) for graph in (ours, theirs))
         found = best_match(one, other)
         assert (found.predicted, found.gold) == (predicted, gold)

@@ -30,9 +30,9 @@ from stages.tasks.amr.samples.graphs import (
     canonical,
     linear,
     linked,
-    penman_line,
+    parse_graph,
+    penman,
     read_graph,
-    repaired_graph,
     variable_names,
 )
 
@@ -98,7 +98,7 @@ def _subject(sentence: str) -> str:
 
 def parse_record(sample_id: str, sentence: str, graph: str, *, file: str, line: int) -> Record:
     """Raises graphs.MalformedGraph for a text that is no graph."""
-    return Record(sample_id, sentence, graph, penman_line(canonical(read_graph(graph))), file, line)
+    return Record(sample_id, sentence, graph, penman(read_graph(graph)), file, line)
 
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:
@@ -151,7 +151,7 @@ def encode(graph: Node, answer_format: str) -> str:
     graph = canonical(graph)
     match answer_format:
         case "full":
-            return penman_line(graph)
+            return penman(graph)
         case "ptr":
             pointers = {number: f"#{count}" for count, number in enumerate(graph.referred(), start=1)}
             names = [pointers.get(number, "") for number, _ in enumerate(graph.walk())]
@@ -159,7 +159,7 @@ def encode(graph: Node, answer_format: str) -> str:
             return linear(graph, heads, names)
         case "mtup":
             names = variable_names(graph, taken=graph.constants())
-            return linear(graph, [node.concept for node in graph.walk()], names) + SEPARATOR + penman_line(graph)
+            return linear(graph, [node.concept for node in graph.walk()], names) + SEPARATOR + penman(graph)
     raise AssertionError(answer_format)
 
 
@@ -169,7 +169,10 @@ class Decoded:
     """The graph of a completion, None if it has none; for `mtup`, the second one."""
     problem: str | None
     """The reason if there is no graph."""
-    restored: Node | None = None
+    repaired: Node | None
+    """The graph that the completion most likely means: its own, or the one without its faults; for `mtup` that of the
+    second step, or else of the first. None if not even a concept is left."""
+    restored: Node | None
     """For `mtup`, the graph that the first step stands for; None if that cannot be read."""
 
 
@@ -179,44 +182,18 @@ def decode(text: str, answer_format: str) -> Decoded:
     Strict: a completion is a whole graph and nothing else. Other spellings of the same graph (spaces, line breaks, a
     concept of several words) are read.
     """
-    if answer_format != "mtup":
-        return Decoded(*_read(text, variables=answer_format == "full"))
-    first, separator, second = text.partition(SEPARATOR)
-    graph, _ = _read(first, variables=False)
-    restored = graph and _restored(graph)
+    first, separator, last = text.partition(SEPARATOR) if answer_format == "mtup" else ("", SEPARATOR, text)
+    graph, faults = parse_graph(last, variables=answer_format != "ptr")
     if not separator:
-        return Decoded(None, "the first graph is not followed by a line of ---", restored)
-    return Decoded(*_read(second, variables=True), restored)
-
-
-def repaired(text: str, answer_format: str) -> Node | None:
-    """The graph that a completion most likely means: its own, or the one without its faults.
-
-    For `mtup` that of the second step, or else of the first. None if not even a concept is left.
-    """
-    decoded = decode(text, answer_format)
-    if decoded.graph is not None:
-        return decoded.graph
-    if answer_format != "mtup":
-        return repaired_graph(text, variables=answer_format == "full")
-    first, _, second = text.partition(SEPARATOR)
-    if (graph := repaired_graph(second, variables=True) or decoded.restored) is not None:
-        return graph
-    graph = repaired_graph(first, variables=False)
-    return graph and _restored(graph)
-
-
-def _read(text: str, *, variables: bool) -> tuple[Node | None, str | None]:
-    """The graph of a text, or the reason if there is none."""
-    try:
-        return read_graph(text, variables=variables), None
-    except MalformedGraph as malformed:
-        return None, str(malformed)
-
-
-def _restored(graph: Node) -> Node:
-    """A graph without variables, its references restored from the names that its nodes would have."""
-    return linked(graph, variable_names(canonical(graph)))
+        faults = [MalformedGraph("the first graph is not followed by a line of ---")]
+    step, faults_of_step = parse_graph(first, variables=False)
+    restored = step and linked(step, variable_names(canonical(step)))
+    return Decoded(
+        graph=None if faults else graph,
+        problem=str(faults[0]) if faults else None,
+        repaired=graph or restored,
+        restored=None if faults_of_step else restored,
+    )
 
 
 _GRAPH_PARTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[()]', re.DOTALL)

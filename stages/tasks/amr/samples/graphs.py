@@ -67,26 +67,12 @@ class Node:
 
 
 def read_graph(text: str, *, variables: bool = True) -> Node:
-    """The one graph in a text; words are returned as they were written.
-
-    variables: whether it is PENMAN, in which a value that is no variable of the graph is a constant, as is an undefined
-        variable; or else of the form `(nói :agent (tôi #1) :topic (đi :agent #1))`, in which a node that is referred to
-        carries a pointer, `#` and a number, behind its concept.
-    Raises MalformedGraph.
-    """
-    graph = _read(text, variables=variables, fault=_refuse)
+    """The one graph in a text, as `parse_graph` reads it. Raises MalformedGraph for the first fault."""
+    graph, faults = parse_graph(text, variables=variables)
+    if faults:
+        raise faults[0]
     assert graph is not None, text
     return graph
-
-
-def repaired_graph(text: str, *, variables: bool) -> Node | None:
-    """The graph of a broken text without its faults; None if not even a concept is left.
-
-    Text before and after the graph goes, parentheses that are open at the end are closed, and a role without a target,
-    a target without a role, a node without a concept and an unmatched bracket or quote are dropped. If two nodes have
-    one name, references mean the first. variables: as for `read_graph`.
-    """
-    return _read(text, variables=variables, fault=lambda *_: None)
 
 
 def canonical(graph: Node) -> Node:
@@ -154,16 +140,12 @@ def linear(graph: Node, heads: Sequence[str], names: Sequence[str], *, indent: s
     return write(graph, f"\n{indent}" if indent else " ")
 
 
-def penman_line(graph: Node, *, indent: str = "") -> str:
-    """PENMAN in one line, or indented as `linear` does, the variables renamed."""
-    names = variable_names(graph, taken={composed(constant) for constant in graph.constants()})
+def penman(graph: Node, *, indented: bool = False) -> str:
+    """PENMAN of the canonical graph, its variables renamed: in one line, or indented by four spaces a level."""
+    graph = canonical(graph)
+    names = variable_names(graph, taken=graph.constants())
     heads = [f"{name} / {node.concept}" for name, node in zip(names, graph.walk(), strict=True)]
-    return linear(graph, heads, names, indent=indent)
-
-
-def penman_lines(graph: Node) -> str:
-    """PENMAN over several lines, indented by four spaces a level."""
-    return penman_line(canonical(graph), indent="    ")
+    return linear(graph, heads, names, indent="    " if indented else "")
 
 
 class Token(NamedTuple):
@@ -181,18 +163,17 @@ _ROLE = r':[^\W\d_][^\s()":/~]*'
 _WORD = r'(?:[^\s()":]|:(?![^\W\d_]))+'
 # Joined to the words around it, this would make a graph of (c / / x), and of a comment behind a word (c / x # why).
 _STRAY = r':[^\s()"]*|[/#]+(?=[\s()":]|\Z)'
-_VARIABLE = r'[^\s()":/]+\s*/'
+_VARIABLE = r'(?<=\()\s*(?P<variable>[^\s()":/]+)\s*/'
 _ALIGNMENT = re.compile(r"~(?:[a-z]\.?)?[0-9]+(?:,[0-9]+)*$")
 _PLAIN = re.compile(r"[^\s()\"/:~#][^\s()\"/:~]*(?: [^\s()\"/:~]+)*")
 
 
 @cache
 def _pattern(*, variables: bool, strings: bool = True) -> re.Pattern[str]:
-    head = rf"(?:\s*(?P<variable>{_VARIABLE}))?" if variables else ""
-    pointer = "" if variables else rf'(?P<pointer>\#[0-9]+(?=[\s()"]|{_ROLE}|\Z))|'
+    name = _VARIABLE if variables else rf'(?P<pointer>\#[0-9]+(?=[\s()"]|{_ROLE}|\Z))'
     string = rf"(?P<string>{_STRING})|" if strings else ""
     return re.compile(
-        rf"{string}(?P<open>\(){head}|(?P<close>\))|(?P<role>{_ROLE})|{pointer}(?P<stray>{_STRAY})|(?P<word>{_WORD})"
+        rf"{name}|{string}(?P<open>\()|(?P<close>\))|(?P<role>{_ROLE})|(?P<stray>{_STRAY})|(?P<word>{_WORD})"
         '|(?P<quote>")',
         re.DOTALL,
     )
@@ -216,34 +197,22 @@ def _tokenized(text: str, *, variables: bool) -> list[Token]:
     line, end = 0, 0
     for match in _matches(text, variables=variables):
         line, end = line + text.count("\n", end, match.start()), match.start()
-        kind = "open" if match["open"] else str(match.lastgroup)
+        kind = str(match.lastgroup)
+        piece = match[kind]
         if kind == "string":
-            tokens.append(Token(kind, " ".join(match[0].split()), line))
-        elif kind == "open":
-            tokens.append(Token(kind, "(", line))
-            if variables and match["variable"]:
-                tokens.append(Token("variable", match["variable"].removesuffix("/").strip(), line))
-        elif kind != "word":
-            tokens.append(Token(kind, match[0], line))
-        elif word := _ALIGNMENT.sub("", match[0]):
-            if tokens and tokens[-1].kind == "word":
-                tokens[-1] = tokens[-1]._replace(text=f"{tokens[-1].text} {word}")
-            else:
-                tokens.append(Token("word", word, line))
+            piece = " ".join(piece.split())
+        elif kind == "word":
+            piece = _ALIGNMENT.sub("", piece)
+        if kind == "word" and piece and tokens and tokens[-1].kind == "word":
+            tokens[-1] = tokens[-1]._replace(text=f"{tokens[-1].text} {piece}")
+        elif piece:
+            tokens.append(Token(kind, piece, line))
     return [token._replace(text=_quoted(token.text)) if token.kind == "word" else token for token in tokens]
 
 
 def _quoted(word: str) -> str:
     escaped = word.replace("\\", "\\\\")
     return word if _PLAIN.fullmatch(word) else f'"{escaped}"'
-
-
-Fault = Callable[[str, int | None], None]
-"""Takes the reason and line of a fault. If it returns, the fault is dropped from the graph."""
-
-
-def _refuse(reason: str, line: int | None) -> None:
-    raise MalformedGraph(reason, line)
 
 
 @dataclass
@@ -284,13 +253,23 @@ class _Draft:
                 yield from target.walk()
 
 
-def _read(text: str, *, variables: bool, fault: Fault) -> Node | None:
-    """The one graph of a text; None if nothing is left of it."""
+def parse_graph(text: str, *, variables: bool) -> tuple[Node | None, list[MalformedGraph]]:
+    """The one graph in a text without its faults, None if not even a concept is left; and the faults, in order. Words
+    are returned as they were written.
+
+    variables: whether it is PENMAN, in which a value that is no variable of the graph is a constant, as is an undefined
+        variable; or else of the form `(nói :agent (tôi #1) :topic (đi :agent #1))`, in which a node that is referred to
+        carries a pointer, `#` and a number, behind its concept.
+    Text before and after the graph goes, parentheses that are open at the end are closed, and a role without a target,
+    a target without a role, a node without a concept and an unmatched bracket or quote are dropped. If two nodes have
+    one name, references mean the first.
+    """
+    faults: list[MalformedGraph] = []
     outside = _Draft(role=":root")
     stack = [outside]
     for token in _tokenized(text, variables=variables):
         if reason := _problem(stack, token, variables=variables):
-            fault(reason, token.line)
+            faults.append(MalformedGraph(reason, token.line))
         if outside.role is None or (token.kind == "open" and len(stack) > MAX_DEPTH):
             break
         if token.kind == "open":
@@ -302,10 +281,11 @@ def _read(text: str, *, variables: bool, fault: Fault) -> Node | None:
     if variables and not stack[-1].name and not stack[-1].edges:
         stack[-1].concept = None  # the text breaks off: `(n` was to be a variable
     if depth := len(stack) - 1:
-        fault("a parenthesis is never closed" if depth == 1 else f"{depth} parentheses are never closed", None)
+        reason = "a parenthesis is never closed" if depth == 1 else f"{depth} parentheses are never closed"
+        faults.append(MalformedGraph(reason))
     while len(stack) > 1:
         stack[-2].add(stack.pop())
-    return _finished(outside, fault)
+    return _finished(outside, faults), faults
 
 
 def _problem(stack: Sequence[_Draft], token: Token, *, variables: bool) -> str | None:
@@ -330,17 +310,17 @@ def _problem(stack: Sequence[_Draft], token: Token, *, variables: bool) -> str |
     return next((reason for found, reason in checks if found), f"expected a role, found {token.text}")
 
 
-def _finished(outside: _Draft, fault: Fault) -> Node | None:
-    """The graph of the first node that was read, its references linked; None if there is none."""
+def _finished(outside: _Draft, faults: list[MalformedGraph]) -> Node | None:
+    """The graph of the first node that was read, its references linked; None if there is none. Appends to `faults`."""
     root = next((target for _, target in outside.edges if isinstance(target, _Draft)), None)
     if root is None:
-        fault("there is no graph", None)
+        faults.append(MalformedGraph("there is no graph"))
         return None
     names = [composed(draft.name) for draft in root.walk()]
     known: set[str] = set()
     for name in filter(None, names):
         if name in known:
-            fault(f"two nodes are called {name}", None)
+            faults.append(MalformedGraph(f"two nodes are called {name}"))
         known.add(name)
 
     def node(draft: _Draft) -> Node:
@@ -350,7 +330,7 @@ def _finished(outside: _Draft, fault: Fault) -> Node | None:
             if isinstance(target, _Draft):
                 edges.append((role, node(target)))
             elif target.startswith("#") and target not in known:
-                fault(f"no node is called {target}", None)
+                faults.append(MalformedGraph(f"no node is called {target}"))
             else:
                 edges.append((role, target))
         return Node(draft.concept, tuple(edges))

@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from stages.data.groups import groups_of
 from stages.evaluation.statistics import bootstrap, corpus_f1
-from stages.tasks.amr.samples import Record, decode, repaired
-from stages.tasks.amr.samples.graphs import Node, penman_lines, read_graph
+from stages.tasks.amr.samples import Record, decode
+from stages.tasks.amr.samples.graphs import Node, penman, read_graph
 from stages.tasks.amr.scoring.smatch import Match, as_written, best_match, normalized, triples_of
 
 PREDICTIONS = pa.schema(
@@ -94,7 +94,7 @@ def _row(record: Record, text: str, answer_format: str) -> dict[str, Any]:
 
     strict = match(decoded.graph)
     written = match(decoded.graph, read_graph(record.graph), as_written)
-    fixed = strict if decoded.graph else match(repaired(text, answer_format))
+    fixed = strict if decoded.graph else match(decoded.repaired)
     restored = match(decoded.restored) if answer_format == "mtup" else None
     return {
         "id": record.id,
@@ -102,8 +102,8 @@ def _row(record: Record, text: str, answer_format: str) -> dict[str, Any]:
         "text": text,
         "valid": decoded.graph is not None,
         "problem": decoded.problem,
-        "prediction": None if decoded.graph is None else penman_lines(decoded.graph),
-        "truth": penman_lines(gold),
+        "prediction": None if decoded.graph is None else penman(decoded.graph, indented=True),
+        "truth": penman(gold, indented=True),
         "f1": 2 * strict.matched / (strict.predicted + strict.gold),
         "matched": strict.matched,
         "predicted": strict.predicted,

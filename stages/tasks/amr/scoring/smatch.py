@@ -200,19 +200,11 @@ def _program(gains: _Gains, climbed: int, bound: int) -> tuple[int, bool]:
     ties = np.concatenate([first * width + s, second * width + u])
     ties = np.concatenate([ties, first * width + num_ours + t, second * width + num_ours + v])
     tied, tie_of = np.unique(ties, return_inverse=True)
-    entries = (  # (rows, columns, value) of the constraints
-        (ours, x, 1),
-        (num_ours + theirs, x, 1),
-        (width + tie_of, np.tile(y, 4), 1),
-        (width + np.arange(len(tied)), tied // width, -1),
-    )
-    matrix = coo_matrix(
-        (
-            np.concatenate([np.full(len(rows), value) for rows, _, value in entries]),
-            (np.concatenate([rows for rows, _, _ in entries]), np.concatenate([columns for _, columns, _ in entries])),
-        ),
-        shape=(width + len(tied), len(x) + len(y)),
-    )
+    # One constraint a row: for each of our nodes, each of theirs, and each tie, whose x has the coefficient -1.
+    rows = np.concatenate([ours, num_ours + theirs, width + tie_of, width + np.arange(len(tied))])
+    columns = np.concatenate([x, x, np.tile(y, 4), tied // width])
+    values = np.repeat([1, -1], [len(rows) - len(tied), len(tied)])
+    matrix = coo_matrix((values, (rows, columns)), shape=(width + len(tied), len(x) + len(y)))
     # The optimum is a whole number and at most `bound`: less than one triple below it is the optimum.
     result = milp(
         -np.concatenate([gains.single[useful], gains.weights]),
