@@ -11,7 +11,7 @@ from PIL import Image
 
 from stages.tasks.chat.samples import Message, Record, order_problems, read_split
 from stages.tasks.chat.sources import Reader
-from stages.tasks.chat.sources.forms import ParsedConversation, parse_conversation
+from stages.tasks.chat.sources.forms import parse_conversation
 from tests.damage import VALUES, damaged_tree, quick
 from tests.data.images import bomb, png
 from tests.tasks import prepare, refusal, write_lines
@@ -163,7 +163,7 @@ WRONG: list[tuple[Any, list[str]]] = [
     ({"messages": [USER, {**ANSWER, "tool_calls": [1]}]}, ["message 2: tool_calls is set"]),
     ({"messages": [{"role": "user", "content": "<|eot_id|>"}, ANSWER]}, ["<|eot_id|>"]),
     ({"messages": [{"role": "user", "content": "\\ud800"}, ANSWER]}, ["surrogate"]),
-    ({"messages": [USER, ANSWER], "who": None}, ["who is None"]),
+    ({"messages": [USER, ANSWER], "who": None}, ["no 'who', which is the dataset's reader.group"]),
     ({"messages": [USER, ANSWER]}, ["the answer is no JSON", "'You.'"]),
     ({"prompt": "Who?", "completion": '{"a": 1, "a": 2}'}, ["the answer is no JSON, or has a key twice"]),
     ({"messages": asked(IMAGE)}, ["1 place of an image, but 0 images"]),
@@ -302,11 +302,10 @@ SHOWN = {"messages": asked(IMAGE, TEXT, IMAGE), "images": ["a.png", "b.png"]}
 @quick(250)
 def test_any_object_is_a_conversation_or_has_its_problems_named(content: Any) -> None:
     found = parse_conversation(content if isinstance(content, dict) else {"messages": content})
-    if isinstance(found, ParsedConversation):
+    if not found.problems:
         assert not order_problems(found.messages)
         assert all(found.messages[number].role == "user" for number, _ in found.image_positions)
         with_images = {number for number, _ in found.image_positions}
         assert all(each.content.strip() or number in with_images for number, each in enumerate(found.messages))
     else:
-        assert found
-        assert all(0 < len(problem) < 300 and "\n" not in problem for problem in found)
+        assert all(0 < len(problem) < 300 and "\n" not in problem for problem in found.problems)

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,10 @@ from stages.data.given_images import MAX_IMAGE_PIXELS, parse_image
 from stages.data.groups import connected
 from stages.data.near import describe_text
 from stages.data.prepared import RawDataset, Rules, Sample, read_text_files
-from stages.data.sources import READ_ON, Place, describe_folder, other_split, parquet_folder, table_rows
+from stages.data.sources import READ_ON, Place, describe_folder, is_set, other_split, parquet_folder, table_rows
 from stages.data.texts import TEXT_METRICS, TextMetric, composed, json_objects, read_text
 from stages.tasks.chat.samples import IMAGES, SCHEMA, UNLEARNT, MessageImage, Record, json_fields, without_thinking
-from stages.tasks.chat.sources.forms import PLACEHOLDER, images_of, parse_conversation, unread_keys
+from stages.tasks.chat.sources.forms import PLACEHOLDER, parse_conversation, unread_keys
 
 Fetch = Callable[[Any], tuple[str, bytes]]
 """From the value of a row that stands for an image to its name, empty for none, and its bytes. Raises UserError."""
@@ -156,22 +156,19 @@ def _sample(
     """A line or row as a record. Its `group` is the value of the reader's column, or empty without one."""
     assert isinstance(place.number, int), place
     content = {key: value for key, value in row.items() if key not in reader.ignore}
-    grouped = {key: content.pop(key) for key in [reader.group] if key in content}
-    parsed, group = parse_conversation(content), next(iter(grouped.values()), "")
+    group = content.pop(reader.group, None) if reader.group else ""
+    parsed = parse_conversation(content)
     unread.update(unread_keys(content))
-    images, positions = (
-        (images_of(content), ()) if isinstance(parsed, list) else (parsed.images, parsed.image_positions)
-    )
-    shown_images, problems = _read_images(images, positions, fetch, reader.max_image_pixels)
+    images, image_problems = _read_images(parsed.images, fetch, reader.max_image_pixels)
+    problems = [*parsed.problems, *image_problems]
     if wrong := other_split(content, split):
         problems.append(f"{wrong}, or add it to reader.ignore")
-    if reader.group and not grouped:
+    if reader.group and not is_set(group):
         problems.append(f"no {reader.group!r}, which is the dataset's reader.group; found {cut(', '.join(content))}")
-    elif not isinstance(group, str | int) or (grouped and group == ""):
+    elif not isinstance(group, str | int):
         problems.append(f"{reader.group} is {shown(group)}, expected the text or number of a group")
-    if isinstance(parsed, list):
-        return place, parsed + problems
-    if "json" in reader.metrics and json_fields(answer := without_thinking(parsed.messages[-1].content)) is None:
+    answer = "" if parsed.problems else without_thinking(parsed.messages[-1].content)
+    if "json" in reader.metrics and not parsed.problems and json_fields(answer) is None:
         problems.append(f"the answer is no JSON, or has a key twice; the dataset's metrics need it: {shown(answer)}")
     if problems:
         return place, problems
@@ -181,25 +178,24 @@ def _sample(
         group=composed(str(group)),
         file=place.file,
         number=place.number,
-        shown_images=tuple(shown_images),
+        shown_images=tuple(
+            MessageImage(**fields, message=message, offset=offset)
+            for fields, (message, offset) in zip(images, parsed.image_positions, strict=True)
+        ),
         unlearnt=parsed.unlearnt,
     )
 
 
-def _read_images(
-    values: Iterable[Any], positions: Sequence[tuple[int, int]], fetch: Fetch, max_pixels: int
-) -> tuple[list[MessageImage], list[str]]:
-    """The images, and all problems. positions: (message, offset) of each; none if they are not known."""
-    found, problems = [], []
-    for index, value in enumerate(values):
+def _read_images(values: Sequence[Any], fetch: Fetch, max_pixels: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The fields of the images, and all problems."""
+    images, problems = [], []
+    for number, value in enumerate(values, start=1):
         try:
             name, encoded = fetch(value)
         except UserError as error:
-            problems.append(f"image {index + 1}: {error.message.removeprefix('image ')}")
+            problems.append(f"image {number}: {error.message.removeprefix('image ')}")
             continue
-        fields, wrong = parse_image(name or f"image {index + 1}", encoded, max_pixels)
-        problems += [f"image {index + 1}: {problem}" for problem in wrong]
-        if not wrong and positions:
-            message, offset = positions[index]
-            found.append(MessageImage(**fields, message=message, offset=offset))
-    return found, problems
+        fields, wrong = parse_image(name or f"image {number}", encoded, max_pixels)
+        problems += [f"image {number}: {problem}" for problem in wrong]
+        images.append(fields)
+    return images, problems

@@ -113,12 +113,14 @@ class Turn(NamedTuple):
 
 
 class ParsedConversation(NamedTuple):
-    messages: tuple[Message, ...]
-    images: tuple[Any, ...]
+    problems: Sequence[str]
+    """All of the row's; with any, the rest is as far as it was read."""
+    images: Sequence[Any]
     """Values that stand for images, of the row or else of its messages' parts."""
-    image_positions: tuple[tuple[int, int], ...]
+    messages: tuple[Message, ...] = ()
+    image_positions: Sequence[tuple[int, int]] = ()
     """(message, offset) of each image: the message that shows it, counted from 0, and the characters before it."""
-    unlearnt: tuple[int, ...]
+    unlearnt: tuple[int, ...] = ()
     """Numbers, counted from 0, of the assistant's messages that are not to be learnt."""
 
 
@@ -149,23 +151,24 @@ _PLAIN_READ = {_plain(key): key for key in READ}
 _PLAIN_REFUSED = {_plain(key): meaning for key, meaning in REFUSED.items()}
 
 
-def images_of(content: Mapping[str, Any]) -> list[Any]:
+def _images_of(content: Mapping[str, Any]) -> list[Any]:
     """The values of a row that stand for images."""
     values = [content[name] for name in ("images", "image") if is_set(content.get(name))]
     return [image for value in values for image in (value if isinstance(value, list) else [value])]
 
 
-def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[str]:
+def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation:
     """The conversation of a row, or all its problems."""
     keys = [key for key, value in content.items() if is_set(value)]
+    form, images = form_of(content), _images_of(content)
     meaning = partial(_refused, content)
     if refused := sorted(filter(meaning, keys), key=meaning):
-        return [_refusal(*same, meaning=what) for what, same in groupby(refused, meaning)]
-    form, images, problems = form_of(content), images_of(content), list[str]()
+        return ParsedConversation([_refusal(*same, meaning=what) for what, same in groupby(refused, meaning)], images)
     if form is None:
         named = cut(", ".join(dotted([key]) for key in keys)) or "nothing"
-        return [f"no conversation: found {named}, expected {', or '.join(map(str, FORMS))}"]
-    turns = list[Turn]()
+        problem = f"no conversation: found {named}, expected {', or '.join(map(str, FORMS))}"
+        return ParsedConversation([problem], images)
+    turns, problems = list[Turn](), list[str]()
     for name, value in _sections(content, form):
         placed = sum(len(turn.offsets) for turn in turns)
         turns += _turns(name, value, problems, placed, placeholders=images != [])
@@ -177,7 +180,7 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
     problems += ["image and images are both set"] * ("images" in keys and "image" in keys)
     if held and (images or any(PLACEHOLDER in message.content for message in messages)):
         problems.append(f"parts of messages hold images beside {'the row' if images else PLACEHOLDER}")
-    count = len(images := images or held)
+    count = len(images or held)
     positions = [(number, offset) for number, turn in enumerate(turns) for offset in turn.offsets]
     if count and not positions:
         positions = [(next((at for at, each in enumerate(messages) if each.role == "user"), 0), 0)] * count
@@ -193,7 +196,7 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
         last = "the last turn is scored, but not to be learnt; leave it out, with its question"
         some = len(unlearnt) < sum(message.role == "assistant" for message in messages)
         problems = [last if some else "no turn is to be learnt"]
-    return problems or ParsedConversation(messages, tuple(images), tuple(positions), unlearnt)
+    return ParsedConversation(problems, images or held, messages, positions, unlearnt)
 
 
 def _refused(content: Mapping[str, Any], key: str) -> str:
