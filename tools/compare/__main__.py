@@ -83,8 +83,7 @@ def refuse_unknown_metrics(params: Params) -> None:
     ranking: set[str] = set()
     for task in iter_modules(tasks.__path__):
         module = load_task(task.name, "report")
-        reported = [module.REPORT.metrics] if hasattr(module, "REPORT") else module.METRICS.values()
-        ranking |= {metrics[0].key for metrics in reported}
+        ranking |= {module.REPORT.primary.key} if hasattr(module, "REPORT") else {*module.RANKING}
     if unknown := [name for name in params.compare.matters if name not in ranking]:
         raise refusal(
             Path("params.yaml"),

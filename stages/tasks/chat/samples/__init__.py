@@ -184,11 +184,11 @@ def without_thinking(text: str) -> str:
     return answer.lstrip() if thinks else text
 
 
-Fields = set[tuple[tuple[str | int, ...], str, Any]]
-"""Each field's path, kind and value, texts in NFC; 1 and 1.0 are equal numbers, True is none."""
+Field = tuple[tuple[str | int, ...], type, Any]
+"""A field's path, kind and value, texts in NFC; 1 and 1.0 are equal numbers, True is none."""
 
 
-def json_fields(text: str) -> Fields | None:
+def json_fields(text: str) -> set[Field] | None:
     """The fields of a JSON document: its values, with the names and indices that lead to them. An empty list or object
     is a field too.
 
@@ -200,22 +200,18 @@ def json_fields(text: str) -> Fields | None:
         raise ValueError(constant)
 
     try:
-        document = json.loads(text, parse_constant=refuse, object_pairs_hook=distinct)
+        return set(_fields(json.loads(text, parse_constant=refuse, object_pairs_hook=distinct)))
     except (ValueError, RecursionError):
         return None
-    fields: Fields = set()
-    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
-    while waiting:  # not by recursion: a completion may nest as deep as it is long
-        path, value = waiting.pop()
-        if isinstance(value, dict | list) and value:
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [((*path, _composed(key)), each) for key, each in inner]
-        elif isinstance(value, dict | list):
-            fields.add((path, "empty", type(value).__name__))
-        else:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            fields.add((path, "number" if number else type(value).__name__, _composed(value)))
-    return fields
+
+
+def _fields(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[Field]:
+    if isinstance(value, dict | list) and value:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _fields(each, (*path, _composed(key)))
+    else:
+        kind = float if type(value) is int else type(value)
+        yield path, kind, None if value in ([], {}) else _composed(value)
 
 
 def _composed(value: Any) -> Any:
