@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,14 +32,15 @@ COLUMNS: dict[TextMetric, tuple[str, ...]] = {
 """Columns of predictions.parquet by metric; samples are ranked by the first, which is from 0 to 1. A column's mean is
 a figure of metrics.json, except for perplexity."""
 
-_MEASURES: dict[TextMetric, Callable[[str, str], tuple[float, ...]]] = {
-    "exact": lambda text, truth: (float(composed(text).strip() == composed(truth).strip()),),
-    "token_f1": lambda text, truth: (token_f1(text, truth),),
-    "rouge_l": lambda text, truth: (rouge("rougeL", text, truth, of_any_language=True),),
-    "chrf": lambda text, truth: (sacrebleu.sentence_chrf(text, [truth]).score / 100,),
-    "json": lambda text, truth: (field_accuracy(text, truth), float(json_fields(text) is not None)),
+_MEASURES: dict[str, Callable[[str, str], float]] = {
+    "exact": lambda text, truth: float(composed(text).strip() == composed(truth).strip()),
+    "token_f1": token_f1,
+    "rouge_l": partial(rouge, "rougeL", of_any_language=True),
+    "chrf": lambda text, truth: sacrebleu.sentence_chrf(text, [truth]).score / 100,
+    "field_accuracy": field_accuracy,
+    "json_valid": lambda text, _: float(json_fields(text) is not None),
 }
-"""Values of the columns from a completion and its reference."""
+"""Values of a column from a completion and its reference, for all columns but those of perplexity."""
 
 PREDICTIONS = pa.schema(
     [
@@ -77,18 +79,15 @@ def score(
     chosen = [metric for metric in records[0].metrics if likelihoods or metric != "perplexity"]
     if not chosen or chosen[0] != records[0].metrics[0]:
         raise UserError("models are ranked by perplexity, which takes a model; put another of the metrics first")
+    measured = [name for metric in chosen for name in COLUMNS[metric] if name in _MEASURES]
     rows = []
     for number, (record, text) in enumerate(zip(records, completions, strict=True)):
         row: dict[str, Any] = dict.fromkeys(PREDICTIONS.names)
         row |= {"id": record.id, "question": record.asked, "text": text, "truth": record.answer}
-        for metric in chosen:
-            if metric == "perplexity":
-                likelihood = likelihoods[number]
-                probability = float(np.exp(likelihood.sum_logprob / likelihood.num_tokens))
-                values: tuple[float, ...] = (probability, -likelihood.sum_logprob, float(likelihood.num_tokens))
-            else:
-                values = _MEASURES[metric](without_thinking(text), without_thinking(record.answer))
-            row |= dict(zip(COLUMNS[metric], values, strict=True))
+        row |= {name: _MEASURES[name](without_thinking(text), without_thinking(record.answer)) for name in measured}
+        if "perplexity" in chosen:
+            nats, tokens = -likelihoods[number].sum_logprob, float(likelihoods[number].num_tokens)
+            row |= {"token_probability": float(np.exp(-nats / tokens)), "nats": nats, "tokens": tokens}
         rows.append(row)
 
     def columns(*names: str) -> np.ndarray:
