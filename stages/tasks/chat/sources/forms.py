@@ -116,7 +116,7 @@ class ParsedConversation(NamedTuple):
     problems: Sequence[str]
     """All of the row's; with any, the rest is as far as it was read."""
     images: Sequence[Any]
-    """Values that stand for images, of the row or else of its messages' parts."""
+    """Values that stand for images, of the row, or else of its messages' parts if there are no problems."""
     messages: tuple[Message, ...] = ()
     image_positions: Sequence[tuple[int, int]] = ()
     """(message, offset) of each image: the message that shows it, counted from 0, and the characters before it."""
@@ -196,7 +196,7 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation:
         last = "the last turn is scored, but not to be learnt; leave it out, with its question"
         some = len(unlearnt) < sum(message.role == "assistant" for message in messages)
         problems = [last if some else "no turn is to be learnt"]
-    return ParsedConversation(problems, images or held, messages, positions, unlearnt)
+    return ParsedConversation(problems, images if problems else images or held, messages, positions, unlearnt)
 
 
 def _refused(content: Mapping[str, Any], key: str) -> str:
