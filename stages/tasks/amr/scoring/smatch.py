@@ -151,10 +151,8 @@ def _gains(ours: Triples, theirs: Triples) -> _Gains:
 def _kinds(triples: Triples) -> Counter[tuple[str, ...]]:
     """The triples without their nodes."""
     kinds: Counter[tuple[str, ...]] = Counter((concept,) for concept in triples.concepts)
-    for (_, role, value), count in triples.attributes.items():
-        kinds[role, value] += count
-    for (source, role, target), count in triples.relations.items():
-        kinds["", role, "loop" if source == target else ""] += count
+    kinds.update((role, value) for _, role, value in triples.attributes.elements())
+    kinds.update(("", role, "loop" if one == other else "") for one, role, other in triples.relations.elements())
     return kinds
 
 
