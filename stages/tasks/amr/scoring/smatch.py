@@ -198,7 +198,7 @@ def _program(gains: _Gains, climbed: int, bound: int) -> tuple[int, bool]:
     ties = np.concatenate([first * width + s, second * width + u])
     ties = np.concatenate([ties, first * width + num_ours + t, second * width + num_ours + v])
     tied, tie_of = np.unique(ties, return_inverse=True)
-    # One constraint a row: for each of our nodes, each of theirs, and each tie, whose x has the coefficient -1.
+    # One constraint a row: for each of our nodes, each of theirs, and each tie; the x of a tie has the coefficient -1.
     rows = np.concatenate([ours, num_ours + theirs, width + tie_of, width + np.arange(len(tied))])
     columns = np.concatenate([x, x, np.tile(y, 4), tied // width])
     values = np.repeat([1, -1], [len(rows) - len(tied), len(tied)])
