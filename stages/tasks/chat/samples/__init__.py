@@ -200,18 +200,20 @@ def json_fields(text: str) -> set[Field] | None:
         raise ValueError(constant)
 
     try:
-        return set(_fields(json.loads(text, parse_constant=refuse, object_pairs_hook=distinct)))
+        document = json.loads(text, parse_constant=refuse, object_pairs_hook=distinct)
     except (ValueError, RecursionError):
         return None
-
-
-def _fields(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[Field]:
-    if isinstance(value, dict | list) and value:
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _fields(each, (*path, _composed(key)))
-    else:
-        kind = float if type(value) is int else type(value)
-        yield path, kind, None if value in ([], {}) else _composed(value)
+    fields = set[Field]()
+    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
+    while waiting:  # not by recursion: a completion may nest as deep as it is long
+        path, value = waiting.pop()
+        if isinstance(value, dict | list) and value:
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [((*path, _composed(key)), each) for key, each in inner]
+        else:
+            kind = float if type(value) is int else type(value)
+            fields.add((path, kind, None if value in ([], {}) else _composed(value)))
+    return fields
 
 
 def _composed(value: Any) -> Any:
