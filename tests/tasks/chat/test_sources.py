@@ -163,7 +163,9 @@ WRONG: list[tuple[Any, list[str]]] = [
     ({"messages": [USER, {**ANSWER, "tool_calls": [1]}]}, ["message 2: tool_calls is set"]),
     ({"messages": [{"role": "user", "content": "<|eot_id|>"}, ANSWER]}, ["<|eot_id|>"]),
     ({"messages": [{"role": "user", "content": "\\ud800"}, ANSWER]}, ["surrogate"]),
-    ({"messages": [USER, ANSWER], "who": None}, ["no 'who', which is the dataset's reader.group"]),
+    ({"messages": [USER, ANSWER], "who": None}, ["no value of 'who', the dataset's reader.group"]),
+    ({"messages": [USER, ANSWER], "who": ""}, ["no value of 'who', the dataset's reader.group"]),
+    ({"messages": [USER, ANSWER], "who": [1]}, ["who is [1], expected the text or number of a group"]),
     ({"messages": [USER, ANSWER]}, ["the answer is no JSON", "'You.'"]),
     ({"prompt": "Who?", "completion": '{"a": 1, "a": 2}'}, ["the answer is no JSON, or has a key twice"]),
     ({"messages": asked(IMAGE)}, ["1 place of an image, but 0 images"]),
@@ -208,7 +210,7 @@ def test_every_problem_is_named_at_once_or_its_line_left_out(tmp_path: Path) -> 
 
 def test_a_group_that_no_row_has_is_named_with_what_there_is(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", line(1, who="a"))
-    assert "no 'whom', which is the dataset's reader.group; found messages, who" in refused(tmp_path, group="whom")
+    assert "no value of 'whom', the dataset's reader.group; found messages, who" in refused(tmp_path, group="whom")
 
 
 def test_a_table_without_an_images_bytes_is_refused_by_row(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def _sample(
     if wrong := other_split(content, split):
         problems.append(f"{wrong}, or add it to reader.ignore")
     if reader.group and not is_set(group):
-        problems.append(f"no {reader.group!r}, which is the dataset's reader.group; found {cut(', '.join(content))}")
+        problems.append(f"no value of {reader.group!r}, the dataset's reader.group; found {cut(', '.join(content))}")
     elif not isinstance(group, str | int):
         problems.append(f"{reader.group} is {shown(group)}, expected the text or number of a group")
     answer = "" if parsed.problems else without_thinking(parsed.messages[-1].content)
