@@ -95,13 +95,13 @@ def submission(sentences: Sequence[str], completions: Sequence[str], *, answer_f
 
     A broken completion is repaired, or replaced by EMPTY if no concept of it is left.
     """
-    decoded = [decode(completion, answer_format) for completion in completions]
-    blocks = []
-    for sentence, each in zip(sentences, decoded, strict=True):
-        graph = penman(each.repaired or EMPTY, indented=True)
+    blocks, num_repaired, num_empty = [], 0, 0
+    for sentence, completion in zip(sentences, completions, strict=True):
+        decoded = decode(completion, answer_format)
+        num_repaired += decoded.graph is None and decoded.repaired is not None
+        num_empty += decoded.repaired is None
+        graph = penman(decoded.repaired or EMPTY, indented=True)
         # In ViSemPar there is no space between a role and its node.
         lines = re.sub(r"^( *:[^\s()]+) \(", r"\1(", graph, flags=re.MULTILINE)
         blocks.append(f"#::snt {sentence}\n{lines}\n")
-    num_empty = sum(each.repaired is None for each in decoded)
-    num_broken = sum(each.graph is None for each in decoded)
-    return Submission("\n".join(blocks).replace("\n", "\r\n"), num_broken - num_empty, num_empty)
+    return Submission("\n".join(blocks).replace("\n", "\r\n"), num_repaired, num_empty)
