@@ -182,17 +182,21 @@ def decode(text: str, answer_format: str) -> Decoded:
     Strict: a completion is a whole graph and nothing else. Other spellings of the same graph (spaces, line breaks, a
     concept of several words) are read.
     """
-    first, separator, last = text.partition(SEPARATOR) if answer_format == "mtup" else ("", SEPARATOR, text)
-    graph, faults = parse_graph(last, variables=answer_format != "ptr")
+    if answer_format != "mtup":
+        graph, fault = parse_graph(text, variables=answer_format == "full")
+        return Decoded(None if fault else graph, str(fault) if fault else None, repaired=graph, restored=None)
+    first, separator, second = text.partition(SEPARATOR)
+    graph, fault = parse_graph(second, variables=True)
     if not separator:
-        faults = [MalformedGraph("the first graph is not followed by a line of ---")]
-    step, faults_of_step = parse_graph(first, variables=False)
+        fault = MalformedGraph("the first graph is not followed by a line of ---")
+    step, fault_of_step = parse_graph(first, variables=False)
+    # References are restored from the names that the nodes would have.
     restored = step and linked(step, variable_names(canonical(step)))
     return Decoded(
-        graph=None if faults else graph,
-        problem=str(faults[0]) if faults else None,
+        graph=None if fault else graph,
+        problem=str(fault) if fault else None,
         repaired=graph or restored,
-        restored=None if faults_of_step else restored,
+        restored=None if fault_of_step else restored,
     )
 
 

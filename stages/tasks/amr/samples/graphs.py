@@ -68,9 +68,9 @@ class Node:
 
 def read_graph(text: str, *, variables: bool = True) -> Node:
     """The one graph in a text, as `parse_graph` reads it. Raises MalformedGraph for the first fault."""
-    graph, faults = parse_graph(text, variables=variables)
-    if faults:
-        raise faults[0]
+    graph, fault = parse_graph(text, variables=variables)
+    if fault:
+        raise fault
     assert graph is not None, text
     return graph
 
@@ -253,9 +253,10 @@ class _Draft:
                 yield from target.walk()
 
 
-def parse_graph(text: str, *, variables: bool) -> tuple[Node | None, list[MalformedGraph]]:
-    """The one graph in a text without its faults, None if not even a concept is left; and the faults, in order. Words
-    are returned as they were written.
+def parse_graph(text: str, *, variables: bool) -> tuple[Node | None, MalformedGraph | None]:
+    """The one graph in a text, without its faults, and the first fault.
+
+    The graph is None if not even a concept is left. Its words are returned as they were written.
 
     variables: whether it is PENMAN, in which a value that is no variable of the graph is a constant, as is an undefined
         variable; or else of the form `(nói :agent (tôi #1) :topic (đi :agent #1))`, in which a node that is referred to
@@ -264,12 +265,12 @@ def parse_graph(text: str, *, variables: bool) -> tuple[Node | None, list[Malfor
     a target without a role, a node without a concept and an unmatched bracket or quote are dropped. If two nodes have
     one name, references mean the first.
     """
-    faults: list[MalformedGraph] = []
+    fault: MalformedGraph | None = None
     outside = _Draft(role=":root")
     stack = [outside]
     for token in _tokenized(text, variables=variables):
-        if reason := _problem(stack, token, variables=variables):
-            faults.append(MalformedGraph(reason, token.line))
+        if fault is None and (reason := _problem(stack, token, variables=variables)):
+            fault = MalformedGraph(reason, token.line)
         if outside.role is None or (token.kind == "open" and len(stack) > MAX_DEPTH):
             break
         if token.kind == "open":
@@ -282,10 +283,10 @@ def parse_graph(text: str, *, variables: bool) -> tuple[Node | None, list[Malfor
         stack[-1].concept = None  # the text breaks off: `(n` was to be a variable
     if depth := len(stack) - 1:
         reason = "a parenthesis is never closed" if depth == 1 else f"{depth} parentheses are never closed"
-        faults.append(MalformedGraph(reason))
+        fault = fault or MalformedGraph(reason)
     while len(stack) > 1:
         stack[-2].add(stack.pop())
-    return _finished(outside, faults), faults
+    return _finished(outside, fault)
 
 
 def _problem(stack: Sequence[_Draft], token: Token, *, variables: bool) -> str | None:
@@ -310,29 +311,30 @@ def _problem(stack: Sequence[_Draft], token: Token, *, variables: bool) -> str |
     return next((reason for found, reason in checks if found), f"expected a role, found {token.text}")
 
 
-def _finished(outside: _Draft, faults: list[MalformedGraph]) -> Node | None:
-    """The graph of the first node that was read, its references linked; None if there is none. Appends to `faults`."""
+def _finished(outside: _Draft, fault: MalformedGraph | None) -> tuple[Node | None, MalformedGraph | None]:
+    """The graph of the first node that was read, its references linked; and the first fault, `fault` if any."""
     root = next((target for _, target in outside.edges if isinstance(target, _Draft)), None)
     if root is None:
-        faults.append(MalformedGraph("there is no graph"))
-        return None
+        return None, fault or MalformedGraph("there is no graph")
     names = [composed(draft.name) for draft in root.walk()]
     known: set[str] = set()
     for name in filter(None, names):
         if name in known:
-            faults.append(MalformedGraph(f"two nodes are called {name}"))
+            fault = fault or MalformedGraph(f"two nodes are called {name}")
         known.add(name)
 
     def node(draft: _Draft) -> Node:
+        nonlocal fault
         assert draft.concept is not None
         edges: list[tuple[str, Node | Reference | str]] = []
         for role, target in draft.edges:
             if isinstance(target, _Draft):
                 edges.append((role, node(target)))
             elif target.startswith("#") and target not in known:
-                faults.append(MalformedGraph(f"no node is called {target}"))
+                fault = fault or MalformedGraph(f"no node is called {target}")
             else:
                 edges.append((role, target))
         return Node(draft.concept, tuple(edges))
 
-    return linked(node(root), names)
+    graph = linked(node(root), names)
+    return graph, fault
