@@ -167,9 +167,10 @@ def _sample(
         problems.append(f"no value of {reader.group!r}, the dataset's reader.group; found {cut(', '.join(content))}")
     elif not isinstance(group, str | int):
         problems.append(f"{reader.group} is {shown(group)}, expected the text or number of a group")
-    answer = "" if parsed.problems else without_thinking(parsed.messages[-1].content)
-    if "json" in reader.metrics and not parsed.problems and json_fields(answer) is None:
-        problems.append(f"the answer is no JSON, or has a key twice; the dataset's metrics need it: {shown(answer)}")
+    if "json" in reader.metrics and not parsed.problems:
+        text = without_thinking(parsed.messages[-1].content)
+        if json_fields(text) is None:
+            problems.append(f"the answer is no JSON, or has a key twice; the dataset's metrics need it: {shown(text)}")
     if problems:
         return place, problems
     return place, Record(

@@ -158,7 +158,7 @@ def _images_of(content: Mapping[str, Any]) -> list[Any]:
 
 
 def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation:
-    """The conversation of a row, or all its problems."""
+    """The conversation of a row, with all its problems."""
     keys = [key for key, value in content.items() if is_set(value)]
     form, images = form_of(content), _images_of(content)
     meaning = partial(_refused, content)
