@@ -68,8 +68,8 @@ def report_for(datasets: Mapping[str, DatasetParams]) -> TaskReport:
         named = "; ".join(f"{name}: {', '.join(metrics)}" for name, metrics in chosen.items())
         raise UserError(f"the datasets of the task chat name different metrics ({named}); give them the same ones")
     metrics = next(iter(chosen.values()), TEXT_METRICS)
-    keys = [key for name in dict.fromkeys(metrics) for key in _KEYS.get(name, (name,))]
-    first, *others = (metric for key in keys for metric in METRICS if metric.key == key)
+    columns = {metric.key: metric for metric in METRICS}
+    first, *others = (columns[key] for name in dict.fromkeys(metrics) for key in _KEYS.get(name, (name,)))
     first = replace(first, evidence=first.evidence or (first.key,))
     return TaskReport(
         task="chat",

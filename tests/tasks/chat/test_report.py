@@ -1,9 +1,11 @@
+from typing import get_args
+
 import pytest
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DatasetParams
 from stages.data.texts import TEXT_METRICS, TextMetric
-from stages.tasks.chat.report import report_for
+from stages.tasks.chat.report import METRICS, report_for
 from stages.tasks.chat.scoring import COLUMNS, PREDICTIONS
 
 
@@ -18,6 +20,11 @@ def test_models_are_ranked_by_the_first_metric_and_every_column_is_in_the_predic
     assert report.primary.key == (COLUMNS[metric][0] if metric != "perplexity" else metric)
     assert {*report.columns, *report.identity} <= set(PREDICTIONS.names)
     assert [column.key for column in report.metrics].count("exact") == 1
+
+
+def test_every_column_is_in_the_report_of_all_metrics() -> None:
+    report = report_for({"a": dataset(*get_args(TextMetric))})
+    assert {column.key for column in report.metrics} == {column.key for column in METRICS}
 
 
 def test_datasets_with_different_metrics_are_refused() -> None:

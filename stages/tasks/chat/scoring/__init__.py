@@ -79,7 +79,7 @@ def score(
     chosen = [metric for metric in records[0].metrics if likelihoods or metric != "perplexity"]
     if not chosen or chosen[0] != records[0].metrics[0]:
         raise UserError("models are ranked by perplexity, which takes a model; put another of the metrics first")
-    measured = [name for metric in chosen for name in COLUMNS[metric] if name in _MEASURES]
+    measured = [name for metric in chosen if metric != "perplexity" for name in COLUMNS[metric]]
     rows = []
     for number, (record, text) in enumerate(zip(records, completions, strict=True)):
         row: dict[str, Any] = dict.fromkeys(PREDICTIONS.names)
