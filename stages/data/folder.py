@@ -41,19 +41,18 @@ class Folder:
                     raise UserError(f"{root} has two files {name!r}, which differ only in how Unicode composes them")
         self.files = sorted(self.on_disk)
         self.images = self.with_suffix(*IMAGES)
-        self.named = named_files(root, splits)
-        """The files that `splits` of the dataset names, by split."""
-        self.split_named = {
-            composed(path.relative_to(root).as_posix()): split for split, some in self.named.items() for path in some
-        }
-        """The split of each of these files."""
+        named = named_files(root, splits).items()
+        self.split_named = {composed(path.relative_to(root).as_posix()): split for path, split in named}
+        """The split of each file that `splits` of the dataset names."""
+        self.named_splits = {*self.split_named.values()}
+        """The splits that it names a file of."""
         self._by_name: dict[str, list[str]] = defaultdict(list)
         for pure in map(PurePosixPath, self.files):
             self._by_name[pure.name].append(str(pure))
         for pure in map(PurePosixPath, self.images):
             self._by_name[pure.stem].append(str(pure))
-        self._found_for: dict[str, PurePosixPath] = {}
-        """The longest name that each image was found for."""
+        self.found_for: dict[str, PurePosixPath] = {}
+        """The longest name that each image was found for, of those that were looked for."""
         self._by_plain_name = {plain_name(path): path for path in self.images}
         self.unread = Counter[str]()
         """Counts of the fields of its files that a reader does not read."""
@@ -110,11 +109,11 @@ class Folder:
         if len(found) != 1:
             which = f"{len(found)} images have this name: {', '.join(found[:3])}" if found else "there is none"
             raise UserError(f"image {name[:200]!r}: {which}{'' if found else self.similar(wanted.name)}")
-        other = self._found_for.setdefault(found[0], wanted)
+        other = self.found_for.setdefault(found[0], wanted)
         shorter, longer = sorted((wanted, other), key=lambda path: len(path.parts))
         if shorter.parent.parts != longer.parent.parts[len(longer.parts) - len(shorter.parts) :]:
             raise UserError(f"image {name[:200]!r}: there is only {found[0]}, which was found for {str(other)[:200]!r}")
-        self._found_for[found[0]] = longer
+        self.found_for[found[0]] = longer
         try:
             return found[0], self.path(found[0]).read_bytes()
         except OSError as error:
@@ -137,7 +136,7 @@ class Folder:
         for clue in (_split_that_is_folder, *others):
             clues = {path: clue(PurePosixPath(path)) for path, split in splits.items() if split is None}
             if not of_samples or clue is _split_that_is_folder or all(clues.values()):
-                splits |= {path: "unused" if split in self.named else split for path, split in clues.items()}
+                splits |= {path: "unused" if split in self.named_splits else split for path, split in clues.items()}
         found: dict[str | None, list[str]] = defaultdict(list)
         for path in paths:
             found[splits[path]].append(path)

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 from stages.core.errors import UserError, join_truncated, pluralize
 from stages.data.conversation import Conversation
@@ -56,10 +56,7 @@ def describe_image(image: Image.Image) -> Description:
     whole = _strengths(np.asarray(grey.resize((64, 64), Image.Resampling.BOX), dtype=np.float64))
     if np.count_nonzero(whole) < whole.size // 2:
         return np.empty(0, dtype=np.uint64)
-    width, height = grey.size
-    side = min(grey.size)
-    square = (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
-    centre = grey.resize((128, 128), Image.Resampling.BOX, box=square)
+    centre = ImageOps.fit(grey, (128, 128), Image.Resampling.BOX)
     words = [_bits(whole)]
     for angle in ANGLES:
         turned = centre.rotate(angle, Image.Resampling.BILINEAR).resize((64, 64), Image.Resampling.BOX)
@@ -102,29 +99,28 @@ def describe_text(*texts: str) -> Description:
 
 def near_duplicates(splits: Mapping[str, Sequence[tuple[P, Description]]]) -> Iterator[tuple[str, P, str, P]]:
     """Each sample that resembles one of an earlier split: its split and place, and those of the first such sample."""
-    images: list[tuple[str, P, Description]] = []
-    texts: list[tuple[str, P, Description]] = []
+    earlier: list[tuple[str, P, Description]] = []
     holders: dict[int, list[int]] = defaultdict(list)
+    """Positions in `earlier` of the texts that have a run, by its hash."""
     for split, described in splits.items():
+        images = [each for each in earlier if len(each[2]) == IMAGE_WORDS]
         bits = np.array([each for _, _, each in images], dtype=np.uint64).reshape(-1, IMAGE_WORDS)
         for place, own in described:
             found = None
             if len(own) == IMAGE_WORDS:
                 differing = _differences(bits, own)
                 found = images[int(differing.argmin())] if len(bits) and differing.min() <= MAX_BITS else None
-            elif len(own):
+            else:
                 shared = Counter(other for run in own.tolist() for other in holders.get(run, ())[:TOO_COMMON])
-                likely = (texts[other] for other, count in sorted(shared.items()) if count > len(own) // 2)
+                likely = (earlier[other] for other, count in sorted(shared.items()) if count > len(own) // 2)
                 found = next((text for text in likely if _share(own, text[2]) >= MIN_SHARE), None)
             if found is not None:
                 yield split, place, found[0], found[1]
         for place, own in described:
-            if len(own) == IMAGE_WORDS:
-                images.append((split, place, own))
-            elif len(own):
-                texts.append((split, place, own))
+            if len(own) != IMAGE_WORDS:
                 for run in own.tolist():
-                    holders[run].append(len(texts) - 1)
+                    holders[run].append(len(earlier))
+            earlier.append((split, place, own))
 
 
 def _share(one: Description, other: Description) -> float:

@@ -50,12 +50,7 @@ def column_names(columns: Iterable[pa.Field], outer: str = "") -> Iterator[str]:
 def read_schema(path: Path, *, fix: str = _FETCH) -> pa.Schema:
     """fix: as for read_rows."""
     with _open(path, fix) as file:
-        try:
-            schema = file.schema_arrow
-            str(schema)  # names are decoded where they are looked at
-        except READING_ERRORS as error:
-            raise UserError(f"{path} cannot be read as parquet: {error}; {fix}") from error
-    return schema
+        return file.schema_arrow
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None, *, fix: str = _FETCH) -> Iterator[dict[str, Any]]:
@@ -121,6 +116,8 @@ def _rows_at_once(file: pq.ParquetFile, columns: Sequence[str] | None, path: Pat
 def _open(path: Path, fix: str = _FETCH) -> pq.ParquetFile:
     try:
         # Buffered ahead, a file of 500 MB takes 500 MB more, and four times as long.
-        return pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False)
+        file = pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False)
+        str(file.schema_arrow)  # names are decoded where they are looked at
     except READING_ERRORS as error:
         raise UserError(f"{path} cannot be read as parquet: {error}; {fix}") from error
+    return file

@@ -28,7 +28,7 @@ from stages.data.groups import Record, connected, groups_of
 from stages.data.near import Description, near_duplicates
 from stages.data.parquet import write_rows
 from stages.data.sources import READ_ON, Place, WrongSplit, files_by_split
-from stages.data.splits import STATS_FILE, to_row
+from stages.data.splits import STATS_FILE, to_rows
 from stages.data.texts import UnreadableText
 
 SPLITS = ("train", "val", "test", "selection")
@@ -139,7 +139,6 @@ def read_text_files(
     if others is None:
         beside = (path for path in sorted(folder.glob("[!.]*.*")) if path.suffix not in (".md", ".dvc"))
         others = [path for path in beside if path.is_file()]
-    used = {path for paths in chosen.values() for path in paths}
     names = {split: [*map(name_of, paths)] for split, paths in chosen.items()}
     return RawDataset(
         rules=rules,
@@ -147,7 +146,7 @@ def read_text_files(
         splits={split: [*samples(split, paths)] for split, paths in chosen.items()},
         validation=", ".join(names["val"]) if "val" in names else None,
         files=names,
-        unused_files=lambda: [name_of(path) for path in dict.fromkeys((*files, *others)) if path not in used],
+        unused_files=lambda: [*map(name_of, {*files, *others}.difference(*chosen.values()))],
         unread_fields=unread,
     )
 
@@ -181,17 +180,16 @@ def write_prepared(
 ) -> dict[str, Any]:
     """Check a dataset and write it, whole or not at all, to `out_dir`. Samples are held in memory without images.
 
-    data.skip_invalid: leave out invalid samples, and samples with a subject of a split that is scored later, counted
-    and listed in stats.json, instead of refusing them. data.selection: about this share of the training subjects
-    becomes the selection split: always the same ones. limit: at most this many records of a split, chosen by content.
-    Returns the content of stats.json. Raises UserError if samples are invalid, a split is empty or a subject is in
-    two splits, and WrongSplit.
+    Returns the content of stats.json. Raises UserError if a split is empty, if samples that `data` does not skip are
+    invalid, have a subject of another split or, where `data` refuses them, resemble one of another split, or if there
+    are fields that a strict reader does not read; and WrongSplit.
     """
     preparation = _Preparation(dataset, data)
     with atomic_folder(out_dir) as folder:
         for split, records in preparation.records():
-            taken = preparation.splits[split].rows(records, getattr(limit, split, None), split, dataset.rules)
-            write_rows(taken, folder / f"{split}.parquet", dataset.rules.schema)
+            taken = preparation.splits[split].taken(records, getattr(limit, split, None), split, dataset.rules)
+            rows = to_rows(taken, dataset.rules.schema)
+            write_rows(rows, folder / f"{split}.parquet", dataset.rules.schema)
         preparation.check()
         stats = preparation.stats()
         text = json.dumps(stats, indent=2, ensure_ascii=False)
@@ -204,7 +202,7 @@ def write_prepared(
         log.info("fields that are not read, and how often they are there: %s", counted(fields))
     if unused := stats["unused_files"]:
         log.warning("not read: %s", ", ".join(unused))
-    if near := preparation.near:
+    if near := stats.get("near_duplicates"):
         samples, words = pluralize(len(near), "sample"), join_truncated(near, 1)
         log.warning("%s may make scores too good, near-duplicates of another split: %s", samples, words)
     for name, read in preparation.splits.items():
@@ -225,9 +223,8 @@ class _Split(Generic[R]):
     """The records that were written, without images."""
     num_valid: int = 0
     """Valid samples, before any is left out for another reason."""
-    invalid: list[tuple[Place, str]] = field(default_factory=list)
-    """One entry a problem; a sample can have several."""
-    invalid_rows: int = 0
+    invalid: list[tuple[Place, list[str]]] = field(default_factory=list)
+    """The place and the problems of each invalid sample."""
     leaked: list[tuple[Place, str, Place, str]] = field(default_factory=list)
     """Samples with a subject of another split: their place, that split, its place there, and a name."""
     in_groups: Counter[str] = field(default_factory=Counter)
@@ -241,13 +238,12 @@ class _Split(Generic[R]):
     def valid(self, samples: Iterable[Sample[R]]) -> Iterator[tuple[Place, R]]:
         for place, record in samples:
             if isinstance(record, list):
-                self.invalid += [(place, problem) for problem in record]
-                self.invalid_rows += 1
+                self.invalid.append((place, record))
             else:
                 self.num_valid += 1
                 yield place, record
 
-    def rows(self, records: Iterable[R], limit: int | None, name: str, rules: Rules[R]) -> Iterator[dict[str, Any]]:
+    def taken(self, records: Iterable[R], limit: int | None, name: str, rules: Rules[R]) -> Iterator[R]:
         for number, record in self._limited(enumerate(records), limit):
             adapted = rules.adapt(name, record)
             kept: Any = adapted
@@ -256,7 +252,7 @@ class _Split(Generic[R]):
             for _ in range(self.times[number] if self.times else 1):
                 self.digest.update(content)
                 self.records.append(replace(kept, image=b"") if hasattr(kept, "image") else kept)
-                yield to_row(adapted, rules.schema)
+                yield adapted
 
     def _limited(self, numbered: Iterable[tuple[int, R]], limit: int | None) -> Iterable[tuple[int, R]]:
         """At most this many of the numbered records, chosen by a digest of their content, in their order."""
@@ -326,7 +322,7 @@ class _Preparation(Generic[R]):
     def _hold_out(self, valid: Sequence[tuple[Place, R]]) -> dict[str, Iterator[tuple[Place, R]]]:
         """The training samples in two. All samples of a subject or a group are on one side; the order within a side
         stays."""
-        self._refuse_invalid(["train"])
+        self._refuse_invalid()
         # Joined subjects go by the smallest of them: all are digests, so their order is random.
         joined = connected((record.subject(), record.group) for _, record in valid)
         subjects = sorted(set(joined))
@@ -344,7 +340,7 @@ class _Preparation(Generic[R]):
 
     def check(self) -> None:
         """Raises UserError if samples are invalid or leaked and not to be skipped, or a split is empty."""
-        self._refuse_invalid(self.splits)
+        self._refuse_invalid()
         if self.dataset.strict and self.dataset.unread_fields:
             fields = counted(self.dataset.unread_fields)
             raise UserError(
@@ -375,26 +371,27 @@ class _Preparation(Generic[R]):
             )
         for name, split in self.splits.items():
             if not split.records:
-                left_out = split.invalid_rows, len(split.leaked)
+                left_out = len(split.invalid), len(split.leaked)
                 why = "; left out: {} invalid, {} in another split too".format(*left_out) if any(left_out) else ""
                 raise UserError(
                     f"{self.dataset.source} has no valid sample in the split {name}{why}; expected at least one"
                 )
 
-    def _refuse_invalid(self, names: Iterable[str]) -> None:
-        splits = {name: self.splits[name] for name in names}
-        invalid = folded(problem for split in splits.values() for problem in split.invalid)
-        empty = " and ".join(name for name, split in splits.items() if split.invalid and not split.num_valid)
+    def _refuse_invalid(self) -> None:
+        """Raises UserError if the splits that were read so far have invalid samples that are not to be skipped."""
+        invalid = [each for split in self.splits.values() for each in split.invalid]
+        empty = " and ".join(name for name, split in self.splits.items() if split.invalid and not split.num_valid)
         if not invalid or (self.data.skip_invalid and not empty):
             return
-        found = pluralize(sum(split.invalid_rows for split in splits.values()), "invalid sample")
+        found = pluralize(len(invalid), "invalid sample")
+        lines = folded((place, problem) for place, some in invalid for problem in some)
         if empty:
             expected = f"Expected: {self.rules.expected}; {READ_ON}"
             advice = f"Nothing of {empty} is valid, so data.skip_invalid is no help. {expected}"
         else:
             advice = "Correct them, or leave them out with data.skip_invalid: true in params.yaml"
         raise UserError(
-            f"{self.dataset.source} has {found} (rows count from 0, lines from 1):\n{listed(invalid)}\n{advice}"
+            f"{self.dataset.source} has {found} (rows count from 0, lines from 1):\n{listed(lines)}\n{advice}"
         )
 
     def stats(self) -> dict[str, Any]:
@@ -426,8 +423,12 @@ class _Preparation(Generic[R]):
             **({"in_groups_of": dict(split.in_groups)} if split.in_groups else {}),
             **self.rules.summary(name, split.records),
             "digest": f"sha256:{split.digest.hexdigest()}",
-            "invalid_rows": split.invalid_rows,
-            "invalid": [{"file": at.file, at.unit: at.number, "problem": problem} for at, problem in split.invalid],
+            "invalid_rows": len(split.invalid),
+            "invalid": [
+                {"file": at.file, at.unit: at.number, "problem": problem}
+                for at, some in split.invalid
+                for problem in some
+            ],
             "leaked_rows": len(split.leaked),
             "leaked": [{name: str(place), other: str(there)} for place, other, there, _ in split.leaked],
         }

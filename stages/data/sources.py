@@ -93,9 +93,9 @@ class WrongSplit(UserError):
     the message begins with its path below the dataset's."""
 
 
-def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
-    """The files that the dataset's `splits` names, by split. Raises WrongSplit."""
-    found, taken = dict[str, list[Path]](), set[Path]()
+def named_files(folder: Path, splits: SplitParams) -> dict[Path, str]:
+    """The files that the dataset's `splits` names, with the split of each. Raises WrongSplit."""
+    found: dict[Path, str] = {}
     for split, pattern in ((split, pattern) for split, some in splits.patterns().items() for pattern in some):
         here, forms = f"splits.{split}: {pattern!r}", {unicodedata.normalize(form, pattern) for form in ("NFC", "NFD")}
         try:
@@ -106,10 +106,9 @@ def named_files(folder: Path, splits: SplitParams) -> dict[str, list[Path]]:
             raise WrongSplit(f"{here} matches no file of {folder}: {describe_folder(folder)}")
         for path in sorted(matching):
             require_own(path, folder)
-            if path in taken:
+            if path in found:
                 raise WrongSplit(f"splits.{split}: {path} is matched by another pattern too")
-        found.setdefault(split, []).extend(sorted(matching))
-        taken |= matching
+            found[path] = split
     return found
 
 
@@ -123,9 +122,11 @@ def files_by_split(
     expected: describes the files, for the message of the UserError raised if there are none to train on, or if one of
         several has the word of a split within its name.
     """
-    named, by_word = named_files(folder, splits), defaultdict[str, list[Path]](list)
-    taken = {path for paths in named.values() for path in paths}
-    others = [path for path in files if path not in taken]
+    split_named = named_files(folder, splits)
+    named, by_word = defaultdict[str, list[Path]](list), defaultdict[str, list[Path]](list)
+    for path, split in split_named.items():
+        named[split].append(path)
+    others = [path for path in files if path not in split_named]
     for path in others:
         first_word, *_ = re.split("[^a-z]", path.name.lower(), maxsplit=1)  # empty for 1.jsonl
         by_word[SPLIT_WORDS.get(first_word, "")].append(path)
@@ -163,13 +164,14 @@ def is_set(value: Any) -> bool:
 
 
 def describe_folder(folder: Path) -> str:
-    """The files in a folder, by kind: `it holds 12 .jpg files (1.jpg, ...)`. Links are not followed."""
+    """The files in a folder, by kind: `it holds 12 .jpg files (1.jpg, 2.jpg, 3.jpg and 9 more)`.
+    Links are not followed."""
     walked = (Path(here, name) for here, _, names in os.walk(folder) for name in names)
     by_suffix: dict[str, list[str]] = defaultdict(list)
     for path in sorted(islice(walked, MAX_FILES)):
         by_suffix[path.suffix.lower() or "other"].append(path.relative_to(folder).as_posix())
-    kinds = []
-    for suffix, names in sorted(by_suffix.items(), key=lambda kind: -len(kind[1])):
-        shown = names[:MAX_NAMED] + ["..."] * (len(names) > MAX_NAMED)
-        kinds.append(f"{pluralize(len(names), suffix + ' file')} ({', '.join(shown)})")
+    kinds = [
+        f"{pluralize(len(names), suffix + ' file')} ({join_truncated(names, MAX_NAMED)})"
+        for suffix, names in sorted(by_suffix.items(), key=lambda kind: -len(kind[1]))
+    ]
     return f"it holds {join_truncated(kinds, MAX_NAMED)}" if kinds else "it is empty"

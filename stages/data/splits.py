@@ -6,13 +6,14 @@ A prepared folder holds stats.json and a parquet file of each split: train, val,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import pyarrow as pa
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
 from stages.core.records import obtain, read_record, rebuild
@@ -43,12 +44,29 @@ def _column_type(kind: Any) -> pa.DataType:
     return pa.string() if kind == str | None or get_origin(kind) is Literal else _COLUMN_TYPES[kind]
 
 
-def to_row(record: Any, schema: pa.Schema) -> dict[str, Any]:
-    """A record as a row of a prepared split: its attributes of the columns' names."""
-    return {name: getattr(record, name) for name in schema.names}
+def to_rows(records: Iterable[Any], schema: pa.Schema) -> Iterator[dict[str, Any]]:
+    """Records as rows of a prepared split: their attributes of the columns' names, structs as tuples."""
+    names = schema.names
+    structs = {
+        column.name: attrgetter(*(inner.name for inner in column.type.value_type))
+        for column in schema
+        if pa.types.is_list(column.type) and pa.types.is_struct(column.type.value_type)
+    }
+    for record in records:
+        row = {name: getattr(record, name) for name in names}
+        yield {**row, **{name: [*map(values, row[name])] for name, values in structs.items()}}
 
 
-@dataclass(frozen=True, kw_only=True)
+def _parser(kind: Any) -> Callable[[Any], Any] | None:
+    """Parses a column's value as a field of this kind: a list as a tuple, a struct as a record or NamedTuple; None if
+    the value stays as it is."""
+    if get_origin(kind) is tuple:
+        parse = _parser(get_args(kind)[0])
+        return (lambda values: tuple(map(parse, values))) if parse else tuple
+    return (lambda fields: kind(**fields)) if isinstance(kind, type) and kind not in _COLUMN_TYPES else None
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class Part:
     """A dataset of a mix."""
 
@@ -56,19 +74,15 @@ class Part:
     asked: int | None
     """Training samples to take at most; None for all."""
 
-    __pydantic_config__ = ConfigDict(strict=True)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class Origin:
     """The source of a prepared dataset."""
 
     source: str
     """With the full commit of a hub dataset."""
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, Part] = Field(default_factory=dict)
     """The datasets of a mix, by name."""
-
-    __pydantic_config__ = ConfigDict(strict=True)
 
 
 def read_origin(prepared_dir: Path) -> Origin:
@@ -77,18 +91,12 @@ def read_origin(prepared_dir: Path) -> Origin:
 
 
 def read_prepared(
-    prepared_dir: Path,
-    split: str,
-    schema: pa.Schema,
-    parse: Callable[[dict[str, Any]], T],
-    *,
-    may_lack: Collection[str] = (),
-    may_have: Sequence[pa.Field] = (),
+    prepared_dir: Path, split: str, record: type[T], schema: pa.Schema, *, may_have: Sequence[pa.Field] = ()
 ) -> list[T]:
     """The records of a split that `write_prepared` wrote, in their order, at least one.
 
-    parse: makes a record of a row, which was checked before it was written. may_lack: columns with a value that may be
-    missing. may_have: further columns at the end of some files, in this order.
+    A value is null only in a column of a field of type `str | None`. may_have: further columns at the end of some
+    files, in this order.
     Raises UserError if the split is not prepared, damaged, or another task's.
     """
     stage = f"prepare@{prepared_dir.name}"
@@ -105,11 +113,13 @@ def read_prepared(
         wrong = [f"{column.name} ({column.type})" for column in found if column not in [*schema]]
         wrong += [f"no {column.name} ({column.type})" for column in schema if column not in [*found]]
         raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {fix}")
-    records = []
+    records, kinds = [], get_type_hints(record)
+    nullable = {name for name in schema.names if kinds[name] == str | None}
+    parsers = {name: parse for name in schema.names if (parse := _parser(kinds[name]))}
     for number, row in enumerate(read_rows(path, fix=fix)):
-        if missing := [name for name, value in row.items() if value is None and name not in may_lack]:
+        if missing := [name for name, value in row.items() if value is None and name not in nullable]:
             raise UserError(f"{path} row {number}: {', '.join(missing)} is missing; {fix}")
-        records.append(parse(row))
+        records.append(record(**{**row, **{name: parse(row[name]) for name, parse in parsers.items()}}))
     if not records:
         raise UserError(f"{path} has no row; {fix}")
     return records

@@ -128,7 +128,7 @@ def test_the_files_of_a_folder_are_described_by_kind_and_links_not_followed(tmp_
     for index in range(5):
         (tmp_path / f"photos/{index}.JPG").touch()
     (tmp_path / "out").symlink_to("/etc")
-    assert describe_folder(tmp_path) == "it holds 5 .jpg files (photos/0.JPG, photos/1.JPG, photos/2.JPG, ...)"
+    assert describe_folder(tmp_path) == "it holds 5 .jpg files (photos/0.JPG, photos/1.JPG, photos/2.JPG and 2 more)"
     (tmp_path / "all.json").symlink_to("/dev/zero")
     (tmp_path / "LICENSE").touch()
     assert describe_folder(tmp_path).endswith("1 other file (LICENSE), 1 .json file (all.json)")

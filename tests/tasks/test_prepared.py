@@ -16,7 +16,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import LimitParams
 from stages.core.tasks import load_task
 from stages.data.parquet import write_rows
-from stages.data.splits import to_row
+from stages.data.splits import to_rows
 from stages.tasks.amr.samples import parse_record
 from tests import ROOT
 from tests.damage import damaged_bytes, quick
@@ -92,7 +92,7 @@ class Prepared:
     def __post_init__(self) -> None:
         samples = load_task(self.task, "samples")
         self.schema = samples.SCHEMA
-        self.rows = [to_row(each, self.schema) for each in RECORDS[self.task]]
+        self.rows = [*to_rows(RECORDS[self.task], self.schema)]
 
     def content(self, rows: list[dict[str, Any]]) -> bytes:
         path = self.folder / "val.parquet"
@@ -127,7 +127,7 @@ def test_what_was_written_is_read_as_it_was(prepared: Prepared) -> None:
     assert prepared.use(content) == 3
     found = load_task(prepared.task, "samples").read_split(prepared.folder, "val")
     assert found == RECORDS[prepared.task]
-    assert [to_row(each, prepared.schema) for each in found] == prepared.rows
+    assert [*to_rows(found, prepared.schema)] == prepared.rows
 
 
 @given(data=st.data())

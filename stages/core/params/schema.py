@@ -509,7 +509,8 @@ class PredictionsParams:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataParams:
     skip_invalid: bool = False
-    """Leave out invalid records, counted and listed, instead of stopping the run."""
+    """Leave out invalid records, and those with a subject of a split that is scored later, counted and listed. Without
+    it, they stop the run."""
     near_duplicates: Literal["count", "refuse"] = "count"
     """Samples that resemble one of another split, such as a copy in another size or a text with a few words changed.
     count: warn, and list them in stats.json."""

@@ -28,4 +28,4 @@ def with_images(turns: tuple[Message, ...], positions: Sequence[tuple[int, int]]
         MessageImage(image_id="p", image=png(), width=40, height=30, sha256="f", message=message, offset=offset)
         for message, offset in positions
     )
-    return Record(id=f"a:{number}", messages=turns, group="g", file="a", number=number, shown_images=images)
+    return Record(id=f"a:{number}", messages=turns, group="g", file="a", number=number, images=images)

@@ -501,7 +501,7 @@ def test_placeholders_are_the_places_of_images_and_their_number_is_checked(tmp_p
     rows = [row for row, _ in (*PLACED.values(), *MISPLACED.values())]
     _, problems = prepared(tmp_path, unit, rows)
     for record, (name, (_, expected)) in zip(read_split(tmp_path / "out", "train"), PLACED.items(), strict=True):
-        assert [(each.image_id, each.message, each.offset) for each in record.shown_images] == expected, name
+        assert [(each.image_id, each.message, each.offset) for each in record.images] == expected, name
         assert not any("<image>" in message.content for message in record.messages)
     for (name, (_, problem)), found in zip(MISPLACED.items(), problems.values(), strict=True):
         assert problem in found, name
@@ -527,7 +527,7 @@ def test_an_image_is_found_whatever_root_its_row_names(tmp_path: Path, root: str
         (tmp_path / name).write_bytes(image)
     names = (f"{root}cat.png", f"{root}q/same.png", f"{root}same.png")
     _, problems = prepared(tmp_path, "line", [{**line(number), "image": name} for number, name in enumerate(names)])
-    assert [each.shown_images[0].image for each in read_split(tmp_path / "out", "train")] == [CAT, DOG]
+    assert [each.images[0].image for each in read_split(tmp_path / "out", "train")] == [CAT, DOG]
     assert "2 images have this name: p/same.png, q/same.png" in problems[2]
 
 
@@ -538,5 +538,5 @@ def test_names_of_images_are_compared_as_they_are_read(tmp_path: Path, on_disk: 
     (tmp_path / on_disk / f"{on_disk}.png").write_bytes(CAT)
     rows = [{**line(1), "image": f"{in_row}/{in_row}.png"}, {**line(2), "image": f"{in_row}/{in_row}.PNG"}]
     _, problems = prepared(tmp_path, "line", rows)
-    assert read_split(tmp_path / "out", "train")[0].shown_images[0].image == CAT
+    assert read_split(tmp_path / "out", "train")[0].images[0].image == CAT
     assert f"there is none, only {composed(on_disk)}/{composed(on_disk)}.png" in problems[1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stages.core.errors import UserError
-from stages.data.splits import to_row
+from stages.data.splits import to_rows
 from stages.models.prompts import count_tokens, encode, load_processor, rendered, tokenizer_of, with_options
 from stages.tasks.chat import samples
 from stages.tasks.chat.samples import SCHEMA, Message, Record, conversation, probes, read_split
@@ -63,7 +63,7 @@ def test_an_image_stands_where_its_text_is_divided() -> None:
     a, bc, d, e = ({"type": "text", "text": text} for text in ("a", "bc", "d", "e"))
     contents = [message["content"] for message in found.messages]
     assert contents == [[image, a, image, image, bc, image], [d], [image], [e]]
-    assert found.images == shown.shown_images
+    assert found.images == shown.images
     assert conversation(shown, answered=False).messages == found.messages[:-1]
     assert all(each.answered() for each in probes())
     assert {turn["role"] for each in probes() for turn in each.messages} == {"user", "assistant"}
@@ -192,7 +192,7 @@ def test_a_text_model_takes_no_images() -> None:
 def test_the_column_of_images_may_be_missing_but_not_another_one(tmp_path: Path) -> None:
     """tests/tasks/chat/test_sources.py reads splits with images."""
     record, path = dialogue("Be brief.", "abc", "d"), tmp_path / "val.parquet"
-    row = to_row(record, SCHEMA)
+    (row,) = to_rows([record], SCHEMA)
     pq.write_table(pa.Table.from_pylist([row], schema=SCHEMA), path)
     assert read_split(tmp_path, "val") == [record]
     other = SCHEMA.append(pa.field("images", pa.list_(pa.binary())))

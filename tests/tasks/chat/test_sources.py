@@ -93,7 +93,7 @@ def test_every_form_of_a_conversation_is_read_alike(tmp_path: Path, form: dict[s
 
 
 def positions(record: Record) -> list[tuple[int, int, bytes]]:
-    return [(each.message, each.offset, each.image) for each in record.shown_images]
+    return [(each.message, each.offset, each.image) for each in record.images]
 
 
 @pytest.mark.parametrize("write", [as_lines, as_table])
@@ -111,7 +111,7 @@ def test_images_are_read_with_their_positions(tmp_path: Path, write: Any) -> Non
         [(0, 0, BLUE)],
         [(1, 0, BLUE), (1, 0, GREEN)],  # before the first of the user's texts
     ]
-    assert splits["val"][0].shown_images == ()
+    assert splits["val"][0].images == ()
 
 
 def test_a_single_image_may_be_in_a_column_of_its_own(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_single_image_may_be_in_a_column_of_its_own(tmp_path: Path) -> None:
     write_lines(tmp_path / "lines/train.jsonl", {**row, "image": "a.png"})
     write_lines(tmp_path / "lines/val.jsonl", line(1))
     (tmp_path / "lines/a.png").write_bytes(BLUE)
-    found = [prepared(tmp_path / name)["train"][0].shown_images for name in ("table", "lines")]
+    found = [prepared(tmp_path / name)["train"][0].images for name in ("table", "lines")]
     assert found[0] == found[1]
     assert [(each.image_id, each.image) for each in found[0]] == [("a.png", BLUE)]
 

@@ -13,6 +13,7 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.core.records import parse
+from stages.data import folder as folder_files
 from stages.tasks.detection.samples import DetectionRecord, ForModel, read_split
 from stages.tasks.detection.samples.boxes import decode_boxes, encode_boxes
 from stages.tasks.detection.sources import coco as coco_form
@@ -214,6 +215,41 @@ def test_the_size_of_an_image_is_compared_where_annotations_have_it(
         table = pq.read_table(path)
         pq.write_table(table.append_column("height", pa.array([number(40)] * len(table))), path)
     assert "the boxes may be of the image before its EXIF rotation" in refusal(folder, form)
+
+
+@pytest.mark.parametrize("form", ["voc", "parquet"])  # COCO's sizes are checked with its other fields
+@pytest.mark.parametrize("side", [-40, 0, None])
+def test_a_size_is_unknown_if_a_side_is_0_or_missing_and_wrong_if_one_is_negative(
+    tmp_path: Path, form: str, side: int | None
+) -> None:
+    folder = write_samples(tmp_path / "in", form, NAMES, entry=("width", [side] * 3))
+    size = "" if side is None else f"<size><width>{side}</width><height>30</height></size>"
+    for path in folder.rglob("*.xml"):
+        write(path, path.read_text().replace("<annotation>", f"<annotation>{size}"))
+    for path in folder.rglob("*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.append_column("height", pa.array([30] * len(table))), path)
+    if side == -40:
+        assert "the annotations are for -40 x 30 pixels, the upright image is 40 x 30" in refusal(folder, form)
+    else:
+        assert names_of(read(folder, form)[1]) == NAMES
+
+
+@pytest.mark.parametrize("form", FOLDERS)
+def test_an_image_that_is_too_large_or_linked_from_outside_is_invalid_and_not_unused(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_files, "MAX_BYTES", 20_000)
+    folder = write_samples(tmp_path / "in", form, {"train": ["a", "b", "c"], "val": ["d"]})
+    (folder / "train/b.png").write_bytes(png() + bytes(20_000))
+    (folder / "train/c.png").rename(tmp_path / "c.png")
+    (folder / "train/c.png").symlink_to(tmp_path / "c.png")
+    reader = Reader(category=("cup",))
+    stats = prepare("detection", f"folder:{folder}", out_dir=tmp_path / "out", reader=reader, skip_invalid=True)
+    large, linked = (each["problem"] for each in stats["splits"]["train"]["invalid"])
+    assert "train/b.png has 20," in large
+    assert "leads out of" in linked
+    assert stats["unused_files"] == []
 
 
 @pytest.mark.parametrize("tag", ["<name>lid</name>", "<bndbox><xmin>1</xmin></bndbox>"])
@@ -621,5 +657,5 @@ def test_boxes_that_do_not_come_back_are_refused(tmp_path: Path, monkeypatch: py
 
 
 def test_a_label_of_an_answer_is_the_same_however_unicode_composes_it() -> None:
-    answer = encode_boxes([(0.1, 0.2, 0.5, 0.6)], label=unicodedata.normalize("NFD", "đèn ế"))
+    answer = encode_boxes([((0.1, 0.2, 0.5, 0.6), unicodedata.normalize("NFD", "đèn ế"))])
     assert decode_boxes(answer).labels == (unicodedata.normalize("NFC", "đèn ế"),)

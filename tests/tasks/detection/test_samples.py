@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stages.core.families import FAMILIES as ALL
-from stages.data.splits import to_row
+from stages.data.splits import to_rows
 from stages.data.texts import composed
 from stages.tasks.detection.samples import SCHEMA, DetectionRecord, ForModel
-from stages.tasks.detection.samples.boxes import Box, codec, decode_boxes, encode_boxes, reading_order
+from stages.tasks.detection.samples.boxes import TARGET, Box, codec, decode_boxes, encode_boxes, reading_order
 from stages.tasks.detection.sources import row_of
 from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, Reader, parse_row
 from tests.damage import damaged_bytes, damaged_text, damaged_tree, quick
@@ -38,17 +38,22 @@ def boxes(draw: st.DrawFn) -> Box:
     return x[0], y[0], x[1], y[1]
 
 
+def tables(*given_boxes: Box) -> list[tuple[Box, str]]:
+    return [(box, TARGET) for box in given_boxes]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @given(given_boxes=st.lists(boxes(), min_size=1, max_size=4))
 @example(given_boxes=[(0.0, 0.0, 1.0, 1.0)])
 @example(given_boxes=[(1 - 1e-9, 0.0, 1.0, 1e-9)])
 @example(given_boxes=[(0.50051, 0.4995, 0.50052, 0.49951)])
 def test_boxes_come_back_within_half_a_step(family: str, given_boxes: list[Box]) -> None:
-    decoded = decode_boxes(encode_boxes(given_boxes, family=family, size=SIZE), family=family, size=SIZE)
+    targets = tables(*given_boxes)
+    decoded = decode_boxes(encode_boxes(targets, family=family, size=SIZE), family=family, size=SIZE)
     assert not decoded.malformed
     assert len(decoded.boxes) == len(given_boxes)
     grid = codec(family).grid(SIZE)
-    for back, box in zip(decoded.boxes, sorted(given_boxes, key=reading_order), strict=True):
+    for back, (box, _) in zip(decoded.boxes, sorted(targets, key=reading_order), strict=True):
         for axis, step in enumerate(1 / steps for steps in grid):
             # A side narrower than a step may have been widened to one, its ends moved by up to a step.
             off = 0.5 * step if box[axis + 2] - box[axis] >= step else step
@@ -57,16 +62,16 @@ def test_boxes_come_back_within_half_a_step(family: str, given_boxes: list[Box])
 
 
 def test_answer_is_qwen2_vls_grounding_text_in_reading_order() -> None:
-    answer = encode_boxes([(0.5, 0.6, 0.7, 0.8), (0.1234, 0.0, 1.0, 0.5678)])
+    answer = encode_boxes(tables((0.5, 0.6, 0.7, 0.8), (0.1234, 0.0, 1.0, 0.5678)))
     assert answer == label("(123,0),(1000,568)") + label("(500,600),(700,800)")
 
 
 def test_other_families_write_json() -> None:
-    box = (0.25, 0.5, 0.75, 1.0)
-    assert encode_boxes([box], family="qwen3_vl") == '[{"bbox_2d": [250, 500, 750, 1000], "label": "nutrition-table"}]'
-    assert "[161, 462, 483, 924]" in encode_boxes([box], family="qwen2_5_vl", size=SIZE)
+    boxes = tables((0.25, 0.5, 0.75, 1.0))
+    assert encode_boxes(boxes, family="qwen3_vl") == '[{"bbox_2d": [250, 500, 750, 1000], "label": "nutrition-table"}]'
+    assert "[161, 462, 483, 924]" in encode_boxes(boxes, family="qwen2_5_vl", size=SIZE)
     with pytest.raises(ValueError, match="of the resized image"):
-        encode_boxes([box], family="qwen2_5_vl")
+        encode_boxes(boxes, family="qwen2_5_vl")
 
 
 def test_a_fenced_json_completion_is_read_and_its_broken_box_counted() -> None:
@@ -108,7 +113,7 @@ TOKENS = ["<|box_start|>", "<|box_end|>", *"(),7[{}:", "1000", "(1,2)", '"bbox_2
         st.lists(st.sampled_from(TOKENS)).map("".join),
         st.lists(boxes(), max_size=3).flatmap(
             lambda some: st.sampled_from(FAMILIES).flatmap(
-                lambda family: damaged_text(encode_boxes(some, family=family, size=SIZE), TOKENS)
+                lambda family: damaged_text(encode_boxes(tables(*some), family=family, size=SIZE), TOKENS)
             )
         ),
     )
@@ -142,10 +147,9 @@ def test_a_completion_without_end_takes_no_longer_than_its_length(
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_box_comes_back_with_its_label(family: str, names: list[str]) -> None:
-    places = [(0.1, index / len(names), 0.9, (index + 1) / len(names)) for index in range(len(names))]
-    decoded = decode_boxes(
-        encode_boxes(places, family=family, size=(900, 20_000), label=names), family=family, size=(900, 20_000)
-    )
+    size = (900, 20_000)
+    targets = [((0.1, index / len(names), 0.9, (index + 1) / len(names)), name) for index, name in enumerate(names)]
+    decoded = decode_boxes(encode_boxes(targets, family=family, size=size), family=family, size=size)
     assert list(decoded.labels) == [composed(name) for name in names]
 
 
@@ -174,7 +178,7 @@ def test_the_answer_has_every_box_with_its_label_in_reading_order_in_either_form
             ForModel("qwen2_vl", lambda *size: size).conversation(one, answered=True).messages[1]["content"][0]["text"]
         )
 
-    assert answered(truth) == encode_boxes([left], label="cup") + encode_boxes([right], label="lid")
+    assert answered(truth) == encode_boxes([(left, "cup")]) + encode_boxes([(right, "lid")])
     assert answered(replace(truth, answer="json")) == (
         '[{"bbox_2d": [0, 0, 500, 1000], "label": "cup"}, {"bbox_2d": [750, 0, 1000, 1000], "label": "lid"}]'
     )
@@ -261,6 +265,6 @@ def test_any_damage_to_a_row_gives_a_record_or_problems_in_words(data: st.DataOb
     if isinstance(found, DetectionRecord):
         assert found.targets()
         assert found.open_image().size == (found.width, found.height)
-        assert json.dumps(to_row(found, SCHEMA) | {"image": ""}).encode()
+        assert json.dumps([row | {"image": ""} for row in to_rows([found], SCHEMA)]).encode()
     else:
         assert all(len(problem) < 300 and problem.isprintable() for problem in found)

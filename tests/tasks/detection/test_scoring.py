@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stages.tasks.detection.samples import DetectionRecord
-from stages.tasks.detection.samples.boxes import Box, encode_boxes
+from stages.tasks.detection.samples.boxes import TARGET, Box, encode_boxes
 from stages.tasks.detection.scoring import failure, matched_ious, pairwise_iou, score
 from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, TRUTH_COLOUR, example_image
 from tests.data.images import png
@@ -25,7 +25,7 @@ FAR = (0.5, 0.0, 0.75, 0.25)
 
 def completion(*boxes: Box) -> str:
     """Boxes in the order given, unlike encode_boxes, which sorts."""
-    return "".join(encode_boxes([box]) for box in boxes) + "<|im_end|>"
+    return "".join(encode_boxes([(box, TARGET)]) for box in boxes) + "<|im_end|>"
 
 
 def test_iou_of_boxes_counted_by_hand() -> None:
@@ -126,7 +126,7 @@ def sample(*found: tuple[Box, str], **settings: Any) -> DetectionRecord:
 
 
 def labelled(*found: tuple[Box, str]) -> str:
-    return "".join(encode_boxes([box], label=name) for box, name in found) + "<|im_end|>"
+    return "".join(encode_boxes([each]) for each in found) + "<|im_end|>"
 
 
 def test_a_box_of_another_label_is_no_match() -> None:

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from stages.core.errors import UserError
+from stages.core.records import shown
 from stages.tasks.detection.samples import DetectionRecord, ForModel, read_split
 from stages.tasks.detection.sources.rows import Reader
 from tests.data.images import bomb, patch_jpeg, png
@@ -248,6 +250,18 @@ def test_parquet_without_a_column_is_refused_by_file(tmp_path: Path) -> None:
         prepare(
             "detection", f"folder:{tmp_path}/parquet", out_dir=tmp_path / "out", reader=Reader(columns=COLUMNS, **ASKED)
         )
+
+
+@pytest.mark.parametrize("names", [{}, {"names": None}, {"names": "cup"}, {"names": [1, 2]}])
+def test_a_class_label_without_a_list_of_names_is_refused(tmp_path: Path, names: dict[str, Any]) -> None:
+    WRITERS["parquet"](tmp_path / "parquet", PHOTOS)
+    path = tmp_path / "parquet/data/train-00000-of-00001.parquet"
+    table = pq.read_table(path)
+    described = json.loads(table.schema.metadata[b"huggingface"])
+    described["info"]["features"]["found"]["feature"]["kind"] = {"_type": "ClassLabel", **names}
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(described)}), path)
+    expected = f"{path}: the names of found.kind are {shown(names.get('names'))}, expected a list of names"
+    assert expected in refusal(tmp_path, "parquet")
 
 
 NAMED = {"coco": "**/*exam*.json", "yolo": "exam/**/*", "voc": "**/exam.txt", "parquet": "data/exam*"}

@@ -103,7 +103,7 @@ def parse_record(sample_id: str, sentence: str, graph: str, *, file: str, line: 
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:
     """The records of a prepared split, in their order. Raises UserError if it is not prepared, or damaged."""
-    return read_prepared(prepared_dir, split, SCHEMA, lambda row: Record(**row))
+    return read_prepared(prepared_dir, split, Record, SCHEMA)
 
 
 def read_completions(path: Path, records: Sequence[Record], answer_format: str) -> Iterator[tuple[int, str, str]]:

@@ -18,7 +18,7 @@ from PIL import Image
 from stages.core.records import distinct, shown
 from stages.data.conversation import Conversation, message
 from stages.data.images import ImageRecord
-from stages.data.splits import IMAGE_COLUMN, read_prepared, schema_of, to_row
+from stages.data.splits import IMAGE_COLUMN, read_prepared, schema_of
 from stages.data.texts import TextMetric, composed, same_text
 
 
@@ -58,15 +58,10 @@ class Record:
     """Path of the source, relative to the dataset's folder."""
     number: int
     """Line, counted from 1, or row of a table, counted from 0."""
-    shown_images: tuple[MessageImage, ...] = ()
+    images: tuple[MessageImage, ...] = ()
     """In the order in which the user's messages show them."""
     unlearnt: tuple[int, ...] = ()
     """Numbers, counted from 0, of the assistant's messages that are context alone; never all of them."""
-
-    @property
-    def images(self) -> list[dict[str, Any]]:
-        """The value of the column IMAGES."""
-        return [to_row(image, IMAGE) for image in self.shown_images]
 
     @property
     def answer(self) -> str:
@@ -88,7 +83,7 @@ class Record:
 
     def content(self) -> list[Any]:
         messages = [[message.role, message.content] for message in self.messages]
-        images, unlearnt = [image.content() for image in self.shown_images], [list(self.unlearnt)] * bool(self.unlearnt)
+        images, unlearnt = [image.content() for image in self.images], [list(self.unlearnt)] * bool(self.unlearnt)
         return [shown(self.question), self.group, *messages, *images, *unlearnt]
 
     def opening_digests(self) -> Iterator[str]:
@@ -97,7 +92,7 @@ class Record:
         begun = hashlib.sha256()  # of the JSON of one list, which grows: a long conversation is hashed once
         for number, each in enumerate(self.messages):
             begun.update((", " if number else "[").encode() + json.dumps([each.role, same_text(each.content)]).encode())
-            shown_by = [[image.message, image.sha256] for image in self.shown_images if image.message <= number]
+            shown_by = [[image.message, image.sha256] for image in self.images if image.message <= number]
             whole = begun.copy()
             whole.update("".join(f", {json.dumps(image)}" for image in shown_by).encode() + b"]")
             yield whole.hexdigest()
@@ -124,14 +119,7 @@ def order_problems(messages: Sequence[Message]) -> list[str]:
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:
     """The records of a prepared split, in their order. Raises UserError if it is not prepared, or damaged."""
-    return read_prepared(prepared_dir, split, SCHEMA, _from_row, may_have=(UNLEARNT, IMAGES))
-
-
-def _from_row(row: dict[str, Any]) -> Record:
-    images = tuple(MessageImage(**fields) for fields in row.pop(IMAGES.name, ()))
-    messages = tuple(Message(**message) for message in row["messages"])
-    tuples = {name: tuple(row[name]) for name in ("metrics", UNLEARNT.name) if name in row}
-    return Record(**{**row, **tuples, "messages": messages, "shown_images": images})
+    return read_prepared(prepared_dir, split, Record, SCHEMA, may_have=(UNLEARNT, IMAGES))
 
 
 def check(model_type: str) -> None:
@@ -142,9 +130,9 @@ def conversation(record: Record, *, answered: bool, answer_format: None = None) 
     """The messages, without the last one unless `answered`."""
     messages = []
     for number, each in enumerate(record.messages if answered else record.messages[:-1]):
-        offsets = [image.offset for image in record.shown_images if image.message == number]
+        offsets = [image.offset for image in record.images if image.message == number]
         messages.append({"role": each.role, "content": _parts(each.content, offsets)})
-    return Conversation(sample_id=record.id, messages=messages, images=record.shown_images, unlearnt=record.unlearnt)
+    return Conversation(sample_id=record.id, messages=messages, images=record.images, unlearnt=record.unlearnt)
 
 
 def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:

@@ -113,7 +113,7 @@ def ordered_by(record: Record) -> str:
 
 def example_image(record: Record, _: Mapping[str, Any]) -> Image.Image | None:
     """The last images of a conversation in a row, as one RGB image; None without any."""
-    images = [image.open_image() for image in record.shown_images[-_MAX_IMAGES:]]
+    images = [image.open_image() for image in record.images[-_MAX_IMAGES:]]
     if not images:
         return None
     for image in images:

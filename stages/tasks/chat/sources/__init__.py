@@ -82,7 +82,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
     schema = SCHEMA
     if any(record.unlearnt for record in found.records()):
         schema = schema.append(UNLEARNT)
-    if any(record.shown_images for record in found.records()):
+    if any(record.images for record in found.records()):
         schema = schema.append(IMAGES)
         found = found.mapped(_with_image)
     rules = replace(rules, schema=schema)
@@ -92,11 +92,11 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
 def _with_image(record: Record) -> Record | list[str]:
     """The record, or its problem if it has a place for an image and no image: in a dataset without any, it is text."""
     placed = any(PLACEHOLDER in message.content for message in record.messages)
-    return [f"{PLACEHOLDER} in a text, but no image"] if placed and not record.shown_images else record
+    return [f"{PLACEHOLDER} in a text, but no image"] if placed and not record.images else record
 
 
 def _summary(_: str, records: Sequence[Record]) -> dict[str, Any]:
-    num_images = sum(len(record.shown_images) for record in records)
+    num_images = sum(len(record.images) for record in records)
     return {
         **({"images": num_images} if num_images else {}),
         "groups": len({record.group for record in records}),
@@ -179,7 +179,7 @@ def _sample(
         group=composed(str(group)),
         file=place.file,
         number=place.number,
-        shown_images=tuple(
+        images=tuple(
             MessageImage(**fields, message=message, offset=offset)
             for fields, (message, offset) in zip(images, parsed.image_positions, strict=True)
         ),

@@ -58,7 +58,7 @@ class DetectionRecord(ImageRecord):
 
     def targets(self) -> list[tuple[Box, str]]:
         """The boxes of `annotated` in reading order."""
-        return sorted(self.annotated(), key=lambda target: reading_order(target[0]))
+        return sorted(self.annotated(), key=reading_order)
 
 
 SCHEMA = schema_of(
@@ -82,12 +82,7 @@ SCHEMA = schema_of(
 
 def read_split(prepared_dir: Path, split: str) -> list[DetectionRecord]:
     """The records of a prepared split, in their order. Raises UserError if it is not prepared, or damaged."""
-    return read_prepared(prepared_dir, split, SCHEMA, _from_row)
-
-
-def _from_row(row: dict[str, Any]) -> DetectionRecord:
-    texts = {name: tuple(row[name]) for name in ("categories", "labels", "asked")}
-    return DetectionRecord(**{**row, **texts, "boxes": tuple(map(tuple, row["boxes"]))})
+    return read_prepared(prepared_dir, split, DetectionRecord, SCHEMA)
 
 
 def check(model_type: str) -> None:
@@ -117,9 +112,10 @@ class ForModel:
         """
         answer = None
         if answered:
-            boxes, labels = [box for box, _ in record.targets()], [label for _, label in record.targets()]
+            targets = record.targets()
+            labels = [label for _, label in targets]
             form, size = codec_of(record.answer, self.family), self.resized(record.width, record.height)
-            answer = encode_boxes(boxes, family=form, size=size, label=labels)
+            answer = encode_boxes(targets, family=form, size=size)
             if decode_boxes(answer, family=form, size=size).labels != tuple(labels):
                 raise UserError(
                     f"sample {record.image_id}: the boxes of {', '.join(labels)} do not come back out of "
@@ -134,14 +130,14 @@ class ForModel:
 
 def probes(answer_format: None = None) -> list[Conversation]:
     """Two answered conversations about plain drawings, upright and wide, to compare two models on."""
-    boxes: tuple[Box, ...] = ((0.2, 0.1, 0.7, 0.5), (0.25, 0.6, 0.9, 0.95))
+    targets: list[tuple[Box, str]] = [((0.2, 0.1, 0.7, 0.5), TARGET), ((0.25, 0.6, 0.9, 0.95), TARGET)]
     found = []
     for index, size in enumerate(((224, 280), (280, 224))):
         image = Image.linear_gradient("L").resize(size).convert("RGB")
         draw = ImageDraw.Draw(image)
-        for x0, y0, x1, y1 in boxes[: index + 1]:
+        for (x0, y0, x1, y1), _ in targets[: index + 1]:
             draw.rectangle((x0 * size[0], y0 * size[1], x1 * size[0], y1 * size[1]), fill="white", outline="black")
-        found.append(_conversation(f"probe-{index}", image, PROMPT, encode_boxes(boxes[: index + 1])))
+        found.append(_conversation(f"probe-{index}", image, PROMPT, encode_boxes(targets[: index + 1])))
     return found
 
 

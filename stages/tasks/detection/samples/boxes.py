@@ -32,9 +32,10 @@ TARGET = "nutrition-table"
 """The category that is asked for if a dataset names none, and every category that starts with it."""
 
 
-def reading_order(box: Box) -> Box:
-    """A key to sort boxes from top to bottom, and from left to right if their tops are level."""
-    return box[1], box[0], box[3], box[2]
+def reading_order(target: tuple[Box, str]) -> Box:
+    """A key to sort boxes with labels from top to bottom, and from left to right if their tops are level."""
+    (x0, y0, x1, y1), _ = target
+    return y0, x0, y1, x1
 
 
 @dataclass(frozen=True)
@@ -89,27 +90,21 @@ def codec_of(answer: AnswerForm, family: str) -> str:
 
 
 def encode_boxes(
-    boxes: Sequence[Box],
-    *,
-    family: str = "qwen2_vl",
-    size: tuple[int, int] | None = None,
-    label: str | Sequence[str] = TARGET,
+    targets: Sequence[tuple[Box, str]], *, family: str = "qwen2_vl", size: tuple[int, int] | None = None
 ) -> str:
-    """The answer that names these boxes, in reading order.
+    """The answer that names these boxes by their labels, in reading order.
 
-    label: of all of them, or one for each.
-    size:  (width, height) in pixels of the resized image, for the families that count them.
+    size: (width, height) in pixels of the resized image, for the families that count them.
     """
     form = codec(family)
     width, height = form.grid(size)
-    labels = [label] * len(boxes) if isinstance(label, str) else label
     grid_boxes = []
-    for box, name in sorted(zip(boxes, labels, strict=True), key=lambda target: reading_order(target[0])):
+    for box, label in sorted(targets, key=reading_order):
         x0, y0, x1, y1 = box
         assert 0 <= x0 < x1 <= 1, box
         assert 0 <= y0 < y1 <= 1, box
         (left, right), (top, bottom) = _to_grid(x0, x1, width), _to_grid(y0, y1, height)
-        grid_boxes.append(((left, top, right, bottom), name))
+        grid_boxes.append(((left, top, right, bottom), label))
     return form.render(grid_boxes) if grid_boxes else form.none
 
 

@@ -215,26 +215,26 @@ def _mean_average_precision(records: Sequence[DetectionRecord], decoded: Sequenc
         for position, (box, own) in enumerate(zip(parsed.boxes, parsed.labels, strict=True))
         if (label := own if several else None) in numbers
     ]
-    names = ("map_50_95", "map_50", "map_75")
-    if not predicted:  # loadRes refuses an empty list
-        return dict.fromkeys(names, 0.0)
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    coco = COCO()
-    coco.dataset = {
-        "images": [{"id": image, "width": each.width, "height": each.height} for image, each in enumerate(records)],
-        "categories": [{"id": number} for number in numbers.values()],
-        # pycocotools takes a match with annotation 0 for no match.
-        "annotations": [{**entry(*each), "id": number} for number, each in enumerate(truth, start=1)],
-    }
+    def coco(entries: Sequence[dict[str, Any]]) -> COCO:
+        found = COCO()
+        found.dataset = {
+            "images": [{"id": image} for image in range(len(records))],
+            "categories": [{"id": number} for number in numbers.values()],
+            # pycocotools takes a match with annotation 0 for no match.
+            "annotations": [{**each, "id": number} for number, each in enumerate(entries, start=1)],
+        }
+        found.createIndex()
+        return found
+
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
-        coco.createIndex()
-        evaluation = COCOeval(coco, coco.loadRes(predicted), iouType="bbox")
+        evaluation = COCOeval(coco([entry(*each) for each in truth]), coco(predicted), iouType="bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-    return {name: float(evaluation.stats[i]) for i, name in enumerate(names)}
+    return {name: float(evaluation.stats[i]) for i, name in enumerate(("map_50_95", "map_50", "map_75"))}
 
 
 def ordered_by(_: DetectionRecord) -> str:

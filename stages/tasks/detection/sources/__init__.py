@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +48,21 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
     """Images with boxes of `folder:PATH`, in any form that is read here, or of `hub:OWNER/NAME@REVISION`."""
     _require_answerable(reader)
     root, resolved = parquet_folder(dataset.source)
-    folder, read_images = Folder(root, dataset.splits), set[str]()
+    folder = Folder(root, dataset.splits)
     name = "parquet" if resolved.startswith("hub:") else _form_of(folder, reader.format)
     if name == "parquet":
-        columns = reader.columns or OPEN_FOOD_FACTS
-        form, expected = columns, _parquet(columns)
-        splits, images = _read_parquet(folder, columns, dataset.splits, reader.group), list[str]()
+        form = columns = reader.columns or OPEN_FOOD_FACTS
+        expected = _parquet(columns)
+        splits = _read_parquet(folder, columns, dataset.splits, reader.group)
     elif reader.columns is not None:
         raise UserError(f"the dataset's `columns` in params.yaml are of parquet files, and {root} is read as {name}")
     else:
         form, expected = FORMS[name].FORM, FORMS[name].EXPECTED
-        splits, images = FORMS[name].read(folder), folder.images
+        splits = FORMS[name].read(folder)
     form = replace(form, unit=reader.unit or form.unit)
 
     def parsed(rows: Iterable[RawSample], split: str) -> Iterator[Sample[DetectionRecord]]:
         for place, row in rows:
-            if isinstance(row, Row):
-                read_images.add(row.file)
             yield place, row if isinstance(row, list) else parse_row(row, reader, form, split)
         folder.unread.pop(f"images.{reader.group}", None)  # which is read
 
@@ -83,7 +80,7 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[DetectionRecord]:
         splits={split: parsed(rows, split) for split, rows in splits.samples.items()},
         validation=splits.validation,
         unread_fields=folder.unread,
-        unused_files=lambda: [*{*splits.unused, *images} - read_images],
+        unused_files=splits.unused_files,
     )
 
 
@@ -137,7 +134,7 @@ def _read_parquet(folder: Folder, columns: Columns, named: SplitParams, group: s
     """The files of the splits. Raises UserError if there are none to train on, or one of their columns is missing."""
     required, expected, root = _required(columns), _parquet(columns), folder.root
     required += [group] if group and "(" not in group else []
-    class_names, image, at_box = cache(_class_names), columns.image.partition(".")[0], columns.boxes.rpartition(".")[0]
+    image, at_box = columns.image.partition(".")[0], columns.boxes.rpartition(".")[0]
 
     def samples(paths: Sequence[Path]) -> Iterator[RawSample]:
         names = {path: dict.fromkeys(column_names(read_schema(path))) for path in paths}
@@ -152,10 +149,12 @@ def _read_parquet(folder: Folder, columns: Columns, named: SplitParams, group: s
             of_split = [name for name in names[path] if name.lower() in SPLIT_FIELDS]
             outer = {at for at, _, _ in parts.values()}
             others = [name for name in names[path] if name not in {*required, *SIZE, *outer, *checked}]
-            folder.unread.update({name: count_rows(path) for name in others if name.partition(".")[0] != image})
+            num_rows = count_rows(path)
+            folder.unread.update({name: num_rows for name in others if name.partition(".")[0] != image})
             read_columns = dict.fromkeys(name.partition(".")[0] for name in (*required, *SIZE, *checked, *of_split))
+            class_names = _class_names(path, columns.category)
             for place, row in table_rows(root, path, list(read_columns)):
-                yield place, row_of(row, str(place), columns, class_names(path, columns.category) or ())
+                yield place, row_of(row, str(place), columns, class_names)
 
     files = given_files(root, "data/*.parquet") or given_files(root, "*.parquet")
     chosen = files_by_split(root, files, named, expected=expected)
@@ -166,7 +165,6 @@ def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence
     """names: of numbered categories."""
     image, image_id = value_at(row, columns.image), value_at(row, columns.image_id) if columns.image_id else place
     bboxes, categories = (value_at(row, column) for column in (columns.boxes, columns.category))
-    sides = [each for each in map(row.get, SIZE) if isinstance(each, int | float) and each > 0]
     outer = value_at(row, columns.boxes.rpartition(".")[0]) if "." in columns.boxes else row
     boxes, problems = [], []
     if isinstance(bboxes, list) and isinstance(categories, list) and len(bboxes) == len(categories):
@@ -183,7 +181,7 @@ def row_of(row: Mapping[str, Any], place: str, columns: Columns, names: Sequence
         image.get("bytes") if isinstance(image, Mapping) else image,
         boxes,
         problems,
-        tuple(sides) if len(sides) == len(SIZE) else None,
+        [*map(row.get, SIZE)],
         entry=row,
     )
 
@@ -195,13 +193,13 @@ def _item(columns: Any, index: int) -> Mapping[str, Any]:
     return {name: each[index] for name, each in columns.items() if isinstance(each, list) and len(each) > index}
 
 
-def _class_names(path: Path, column: str) -> list[str] | None:
+def _class_names(path: Path, column: str) -> list[str]:
     """The names behind the numbers of a column, from the description that the library `datasets` writes into the file
-    (ClassLabel); None if it has none. Raises UserError if that is no JSON of this form.
+    (ClassLabel); empty without one. Raises UserError if that is no JSON of this form.
     """
     metadata = read_schema(path).metadata or {}
     if b"huggingface" not in metadata:
-        return None
+        return []
 
     def inner(feature: Any) -> Any:
         """The items of a list: datasets writes {"feature": ..., "_type": "List"}, or [...]."""
@@ -214,12 +212,12 @@ def _class_names(path: Path, column: str) -> list[str] | None:
         here: Any = json.loads(metadata[b"huggingface"])["info"]["features"]
         for step in column.split("."):
             here = inner(inner(here)[step])
-        names = here.get("names") if here.get("_type") == "ClassLabel" else None
+        names = here.get("names") if here.get("_type") == "ClassLabel" else []
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path}: the description of its columns (huggingface) cannot be read: {shown(error)}"
         ) from None
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f"{path}: the names of {column} are {shown(names)}, expected a list of names")
     return names
 

@@ -110,11 +110,8 @@ def _samples(folder: Folder, path: str) -> Iterator[RawSample]:
         yield Place(path), stray
     for name, image, keys in entries["images"]:
         wrong = [*faults.get(image.id, ()), *["its id is that of several images"] * (ids[image.id] > 1)]
-        size = (image.width, image.height) if image.width and image.height else None
-        yield (
-            Place(path, name, "image"),
-            row_of(folder, image.file_name, path, boxes[image.id], wrong, size=size, entry=keys),
-        )
+        place, size = Place(path, name, "image"), (image.width, image.height)
+        yield place, row_of(folder, image.file_name, path, boxes[image.id], wrong, size=size, entry=keys)
 
 
 def _categories(entries: list[Entry]) -> dict[Id, str]:

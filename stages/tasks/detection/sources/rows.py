@@ -168,8 +168,9 @@ class Row(NamedTuple):
     boxes: Sequence[NamedBox]
     problems: Sequence[str] = ()
     """Problems found so far."""
-    size: tuple[float, ...] | None = None
-    """Width and height of the image according to the annotations."""
+    size: Sequence[Any] | None = None
+    """Width and height of the image according to the annotations. If one is missing, NaN or 0, which is some tools'
+    word for unknown, they say nothing."""
     none_because: str = ""
     """The reason if there can be no box."""
     file: str = ""
@@ -267,10 +268,11 @@ def _nothing_asked_for(categories: Sequence[str], reader: Reader, why: str) -> s
     return f"{what}; with empty_images: true it is a sample that has none{f': {why}' if why else ''}"
 
 
-def _size_problems(declared: tuple[float, ...] | None, size: tuple[int, int] | None) -> list[str]:
-    if declared is None or size is None or declared == size:
+def _size_problems(declared: Sequence[Any] | None, size: tuple[int, int] | None) -> list[str]:
+    w, h = (side if isinstance(side, int | float) and side == side else 0 for side in declared or (0, 0))
+    if not w or not h or size is None or (w, h) == size:
         return []
-    (width, height), (w, h) = size, declared
+    width, height = size
     turned = ": the boxes may be of the image before its EXIF rotation" if (h, w) == size else ""
     return [f"the annotations are for {w:g} x {h:g} pixels, the upright image is {width} x {height}{turned}"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -24,8 +25,8 @@ class Splits:
     """`train`, and `val` and `test` if the dataset has them."""
     validation: str | None = None
     """That of RawDataset."""
-    unused: Sequence[str] = ()
-    """Files that belong to no split."""
+    unused_files: Callable[[], Sequence[str]] = tuple
+    """That of RawDataset."""
 
 
 def folder_splits(
@@ -39,7 +40,7 @@ def folder_splits(
     paths: by split. what: describes them, for messages. If no path names a split to validate on, a share of the images
     is held out. Raises UserError if all paths are of other splits than `train`.
     """
-    tested = {"test": paths.get("test", [])} if "test" in folder.named else {}
+    tested = {"test": paths.get("test", [])} if "test" in folder.named_splits else {}
     validation = next((name for name in VALIDATION if paths.get(name) and name not in tested), None)
     train = paths.get("train") or ([] if validation else paths.get(None, []))
     if not train:
@@ -49,11 +50,11 @@ def folder_splits(
             f"Name those of each split: `splits` of the dataset in params.yaml, as {{train: PATTERN}}; {READ_ON}"
         )
     chosen = {"train": train, **({"val": paths[validation]} if validation else {}), **tested}
-    read_paths = {path for some in chosen.values() for path in some}
+    others = {*folder.images, *chain(*paths.values())}.difference(*chosen.values())
     return Splits(
         samples={split: samples(some, read) for split, some in chosen.items()},
         validation=f"the {what} of {validation}" if validation else None,
-        unused=[path for some in paths.values() for path in some if path not in read_paths],
+        unused_files=lambda: [*others - folder.found_for.keys()],
     )
 
 

@@ -70,7 +70,7 @@ def _lists(folder: Folder) -> dict[str | None, list[str]]:
     for path in there:
         split = folder.split_named.get(path) or {**SPLIT_WORDS, "trainval": None}.get(PurePosixPath(path).stem, "")
         if split != "":
-            lists["unused" if split in folder.named and path not in folder.split_named else split].append(path)
+            lists["unused" if split in folder.named_splits and path not in folder.split_named else split].append(path)
     of_categories = [path for path in there if PurePosixPath(path).stem.rpartition("_")[2] in SPLIT_WORDS]
     if of_categories and not lists:
         raise UserError(
@@ -87,10 +87,6 @@ class _TreeBuilder(ET.TreeBuilder):
         raise UnreadableText("a document type (<!DOCTYPE) is never read; remove it")
 
 
-def _num_boxes(element: ET.Element) -> int:
-    return sum(each.tag.lower() == "bndbox" for each in element.iter())
-
-
 def _content(element: ET.Element, unread: Counter[str]) -> dict[str, str]:
     """The elements within, and CVAT's attributes, which are pairs of name and value; with their texts.
 
@@ -105,19 +101,26 @@ def _content(element: ET.Element, unread: Counter[str]) -> dict[str, str]:
 
 
 def _text_of(element: ET.Element, name: str, path: str, problems: list[str]) -> str:
-    """The text of the only element at a path. Appends to `problems` if there are several. name: of `element`."""
+    """The text of the only element at a path. Appends to `problems` if there are several, or it is empty. name: of
+    `element`."""
+    text = (element.findtext(path) or "").strip()
     if len(element.findall(path)) > 1:
         problems.append(f"{name}: {path} is there twice")
-    return (element.findtext(path) or "").strip()
+    if not text:
+        problems.append(f"{name}: {path} is missing")
+    return text
 
 
 def _numbers(element: ET.Element, name: str, paths: Sequence[str], problems: list[str]) -> tuple[float, ...] | None:
     """The numbers at these paths; None if one is missing or wrong."""
-    texts = [_text_of(element, name, path, problems) for path in paths]
-    wrong = [each for each in zip(paths, texts, strict=True) if not _NUMBER.fullmatch(each[1])]
-    for path, found in wrong:
-        problems.append(f"{name}: {path} {f'is {shown(found)}, expected a number' if found else 'is missing'}")
-    return None if wrong else tuple(map(float, texts))
+    numbers = []
+    for path in paths:
+        text = _text_of(element, name, path, problems)
+        if _NUMBER.fullmatch(text):
+            numbers.append(float(text))
+        elif text:
+            problems.append(f"{name}: {path} is {shown(text)}, expected a number")
+    return tuple(numbers) if len(numbers) == len(paths) else None
 
 
 def _sample(folder: Folder, path: str) -> Iterator[RawSample]:
@@ -133,19 +136,17 @@ def _sample(folder: Folder, path: str) -> Iterator[RawSample]:
     boxes, problems = list[NamedBox](), list[str]()
     _content(root, folder.unread)
     objects = root.findall("object")
-    if sum(map(_num_boxes, objects)) < _num_boxes(root):
+    within = {each for element in objects for each in element.iter()}
+    if any(each.tag.lower() == "bndbox" and each not in within for each in root.iter()):
         problems.append("a bndbox is not within an <object> of <annotation>")
     for position, element in enumerate(objects, start=1):
         name, content = f"object {position}", _content(element, folder.unread)
         if fault := no_plain_box(content):
             problems.append(f"{name} {fault}")
             continue
-        category = _text_of(element, name, "name", problems)
         corners = _numbers(element, name, CORNERS, problems)
-        if not category:
-            problems.append(f"{name}: name is missing")
-        elif corners:
+        category = _text_of(element, name, "name", problems)
+        if category and corners:
             boxes.append((f"{name}: box", corners, category))
     size = None if (sides := root.find("size")) is None else _numbers(sides, "size", ("width", "height"), problems)
-    size = size if size and all(size) else None  # 0 is some tools' word for unknown
     yield Place(path), row_of(folder, PurePosixPath(path).stem, path, boxes, problems, size=size)

@@ -71,7 +71,7 @@ def read(folder: Folder) -> Splits:
     splits: dict[str | None, list[str]] = {}
     own = {path for image in folder.images for path in label_paths(image)}.union(found)
     texts = {PurePosixPath(path).stem: path for path in folder.with_suffix(".txt") if path not in own}
-    if data.train and data.val and not folder.named:
+    if data.train and data.val and not folder.named_splits:
         for split, entries in (("train", data.train), ("val", data.val)):
             entries = [entries] if isinstance(entries, str) else entries
             splits[split] = [path for entry in entries for path in _below(folder, entry, found[0])]
@@ -89,23 +89,21 @@ def read(folder: Folder) -> Splits:
                 f"`splits` of the dataset in params.yaml, as {{train: PATTERN, val: PATTERN}}; {READ_ON}"
             )
     names = dict(enumerate(data.names)) if isinstance(data.names, list) else data.names
-    known = set(folder.files)
 
     def read_file(path: str) -> Iterator[RawSample]:
         """path: of an image, or of a text file without one."""
-        if path not in images:
+        if PurePosixPath(path).suffix.lower() == ".txt":
             similar = folder.similar(path)
             yield Place(path), [f"there is no image with this name{similar}"]
             return
         places = label_paths(path)
-        place = next((each for each in places if each in known), None)
+        place = next((each for each in places if each in folder.on_disk), None)
         boxes, faults = _boxes(folder, place, names) if place else ([], [])
         if not place and (other := texts.get(PurePosixPath(path).stem)):
             faults = [f"there is no {places[0]}, only {other}"]
         why = "" if place else f"there is no {places[0]}"
         yield Place(place or path), row_of(folder, path, path, boxes, faults, none_because=why)
 
-    images = set(folder.images)
     splits = {split: [*some, *_stray(folder, some)] for split, some in splits.items()}
     return folder_splits(folder, splits, "images", read_file)
 

@@ -114,11 +114,7 @@ def domain(record: Record) -> Domain:
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:
     """The records of a prepared split, in their order. Raises UserError if it is not prepared, or damaged."""
-    return read_prepared(prepared_dir, split, SCHEMA, _from_row, may_lack=("context",))
-
-
-def _from_row(row: dict[str, Any]) -> Record:
-    return Record(**{**row, "correct": tuple(row["correct"]), "incorrect": tuple(row["incorrect"])})
+    return read_prepared(prepared_dir, split, Record, SCHEMA)
 
 
 def check(model_type: str) -> None:
