@@ -48,7 +48,8 @@ def main(recipe: str) -> None:
     evaluation, batch_size = planned.evaluation(fit)
     fit.plan.write(run_dir / "plan.yaml")
     fit.record(evaluation, batch_size).write(run_dir / "memory.json")
-    for line in (*planned.warnings, *planned.notes, trainable_line(fit.plan.trainable), *fit.lines()):
+    about = (*planned.warnings, *planned.overrides, *planned.notes)
+    for line in (*about, trainable_line(fit.plan.trainable), *fit.lines()):
         log.info("%s", line)
     if (time := duration(fit, planned.lengths, params.prices)) is not None:
         log.info("time: %s", time)

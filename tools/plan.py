@@ -29,7 +29,7 @@ from stages.core.lineage import folder_digest
 from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, Params
 from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
-from stages.core.records import refusal
+from stages.core.records import Unreadable, parse_yaml, refusal
 from stages.core.tasks import load_task, reader_of
 from stages.data.splits import STATS_FILE
 from stages.launcher.settings import wrong_for_tasks
@@ -204,7 +204,7 @@ class Predictions:
     """`KEY.KEY=VALUE`, values in place of those of params.yaml."""
     made: dict[str, Any] = field(default_factory=dict)
     times: dict[str, MeasuredTime | None] = field(default_factory=dict)
-    """By plan, each measured once: a second measurement differs."""
+    """Measurements by plan, each made once: a second one differs."""
 
     def fits(self, recipe: str, inputs: Inputs) -> tuple[Preview, Fit, Fit]:
         """The preview of a recipe, its plan as the profile has it, and the cheapest change that fits."""
@@ -227,7 +227,7 @@ class Predictions:
         inputs = available_inputs(self.params, recipe)
         planned, fit, cheapest = self.fits(recipe, inputs)
         plan, (evaluation, batch_size) = fit.plan, planned.evaluation(fit)
-        lines = [*planned.warnings, *fit.prediction.lines(fit.capacity_bytes)]
+        lines = [*planned.warnings, *planned.overrides, *fit.prediction.lines(fit.capacity_bytes)]
         lines += [] if plan.on_gpu else [process_words(fit.prediction)]
         changed: dict[str, Any] | None = None
         if fit.verdict not in (None, "fits"):
@@ -331,7 +331,7 @@ def main(
     as_json: bool,
 ) -> None:
     configure_logging("plan", facts=False)
-    changes = tuple(each for text in changes for each in re.split(r"\s+(?=[\w+.-]+=)", text.strip()))
+    changes = tuple(each for text in changes for each in separate(text))
     named = (gpus or (GPU_SIZES if compare_sizes else "")).split(",")
     first, *others = (gpu.strip() or None for gpu in named)
     predictions = predictions_for(profile, first, changes)
@@ -362,6 +362,25 @@ def main(
     click.echo(f"batch     {predicted.batch}\ndisk      {predicted.disk}")
     click.echo(f"time      {predicted.duration}\n" if predicted.duration else "")
     click.echo("\n".join([*lines, *([f"run it by   {predicted.command}"] if predicted.command else [])]))
+
+
+def separate(changes: str) -> list[str]:
+    """`KEY=VALUE KEY=VALUE`, one each: a key begins another change where the value before it is whole."""
+    found: list[str] = []
+    for word in changes.split(" "):
+        if found and not (re.match(r"[\w+.:/-]+=", word) and is_yaml(found[-1].partition("=")[2])):
+            found[-1] += f" {word}"
+        else:
+            found.append(word)
+    return [change.strip() for change in found if change.strip()]
+
+
+def is_yaml(text: str) -> bool:
+    try:
+        parse_yaml(text)
+    except Unreadable:
+        return False
+    return True
 
 
 def show_all(on_gpus: Sequence[Predictions], names: Sequence[str] | None, *, as_json: bool) -> None:

@@ -19,13 +19,13 @@ MAX_BYTES = 64 * 2**20
 _DVC_OBJECT = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}(\.dir)?$")
 
 
-def given_files(folder: Path, *patterns: str) -> list[Path]:
-    """The files with matching names, in capitals too, in the order of the patterns and by name within each.
+def given_files(folder: Path, *patterns: str, any_case: bool = False) -> list[Path]:
+    """The files with matching names, in the order of the patterns and by name within each.
 
+    any_case: whether capitals match too, as in datasets; a model's files have one name.
     Raises UserError if one of them may not be read (`require_own`).
     """
-    any_case = [re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", each) for each in patterns]
-    files = [path for pattern in any_case for path in sorted(folder.glob(pattern))]
+    files = [path for pattern in patterns for path in _matching(folder, pattern, any_case=any_case)]
     for path in files:
         require_own(path, folder)
     return files
@@ -45,6 +45,14 @@ def require_own(path: Path, folder: Path) -> None:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(mode):
         raise UserError(f"{path} is no plain file; remove or rename it")
+
+
+def _matching(folder: Path, pattern: str, *, any_case: bool) -> list[Path]:
+    """Matches by name. `glob` leaves out a broken link if the pattern is its whole name; here it is included."""
+    if any_case:
+        pattern = re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", pattern)
+    named = folder / pattern
+    return sorted(folder.glob(pattern)) or ([named] if named.is_symlink() else [])
 
 
 def stays_inside(path: Path, folder: Path) -> bool:

@@ -35,6 +35,13 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
             signal.signal(number, earlier)
 
 
+def interrupt(*_: object) -> None:
+    """For `handling`: raises KeyboardInterrupt, once, as a second one would break off the cleaning up."""
+    for each in handled_signals():
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def handled_signals() -> tuple[signal.Signals, ...]:
     """ENDING, without SIGHUP if the caller, nohup, has this process ignore it."""
     hung_up_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -56,7 +56,7 @@ class Validator:
         records = samples.read_split(Path(plan.data_dir), wanted.split)
         collator = ConversationCollator.for_plan(plan, processor, records, samples)
         chosen = choose_samples(collator, plan)
-        asked = [records[number] for number in chosen[: wanted.score_samples]]
+        asked = [collator.records[number] for number in chosen[: wanted.score_samples]]
         log.info("validates on %s of %s, completes %d", pluralize(len(chosen), "sample"), wanted.split, len(asked))
         task = Task(name=plan.recipe.task, answer_format=plan.recipe.answer_format, records=asked)
 

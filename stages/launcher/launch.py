@@ -174,7 +174,7 @@ def refuse_missing_deps(request: Request) -> None:
 
 def refuse_linked_folders(request: Request) -> None:
     """Raises UserError for outputs that a link leads out of the workspace: DVC refuses them when the stage has run."""
-    for out in request.declared.outs if request.declared else ():
+    for out in request.declared.outs if request.declared and request.by_dvc else ():
         folder = (request.workspace_dir / out).parent.resolve()
         if not folder.is_relative_to(request.workspace_dir):
             raise UserError(

@@ -44,18 +44,25 @@ class Preview:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line on an architecture without an entry, one on a precision that this CPU emulates, and one for each
-        setting that the profile has otherwise than the recipe."""
+        """A line on an architecture without an entry, and one on a precision that this CPU emulates."""
+        plan = self.fit.plan
+        return tuple(filter(None, (unlisted_words(plan.model_type or ""), emulation_words(plan))))
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """A line for each setting that the profile has otherwise than the recipe."""
         plan, wanted = self.fit.plan, self.params.recipe(self.fit.plan.name)
-        found = [unlisted_words(plan.model_type or ""), emulation_words(plan)]
-        settings: dict[str, tuple[object, object]] = {"quantization": (plan.quantization, wanted.quantization)}
-        settings["epochs"] = (plan.schedule.epochs, wanted.epochs)
+        found: dict[str, tuple[object, object]] = {
+            "quantization": (plan.quantization, wanted.quantization),
+            "epochs": (plan.schedule.epochs, wanted.epochs),
+        }
         if plan.validation and wanted.validation:
-            settings["validation.samples"] = (plan.validation.samples, wanted.validation.samples)
-        for name, (ours, asked) in settings.items():
-            if ours != asked:
-                found.append(f"{name}: {ours}, by profile {plan.profile}; the recipe says {asked}")
-        return tuple(filter(None, found))
+            found["validation.samples"] = plan.validation.samples, wanted.validation.samples
+        return tuple(
+            f"{name}: {planned}, by profile {plan.profile}; the recipe says {asked}"
+            for name, (planned, asked) in found.items()
+            if planned != asked
+        )
 
     def evaluation(self, fit: Fit) -> tuple[Fit, int]:
         """The evaluation of what a plan trains, on one device, and its batch size."""

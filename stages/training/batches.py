@@ -47,15 +47,16 @@ language model), one image after the other."""
 class TooLong(UserError):
     """Samples with more tokens than max_length."""
 
-    def __init__(self, samples: Sequence[tuple[Conversation, int]], max_length: int) -> None:
-        """samples: each with its length."""
+    def __init__(self, samples: Sequence[tuple[Conversation, int]], max_length: int, *, some_fit: bool) -> None:
+        """samples: each with its length. some_fit: whether there are others, which are not too long."""
         self.table = "".join(f"{conversation.sample_id}\t{length}\n" for conversation, length in samples)
         (first, length), others = samples[0], len(samples) - 1
         super().__init__(
             f"sample {first.sample_id} has {length} tokens, more than max_length {max_length}"
             + (f", and {others:,} more are too long; " if others else "; ")
             + ("lower the profile's images.max_pixels or " if first.images else "")
-            + "raise the recipe's max_length, or leave such samples out (skip_too_long: true in the recipe)"
+            + "raise the recipe's max_length"
+            + (", or leave such samples out (skip_too_long: true in the recipe)" if some_fit else ": no sample fits")
         )
 
 
@@ -99,10 +100,7 @@ class ConversationCollator:
         converse = partial(for_model.conversation, answered=True, answer_format=plan.recipe.answer_format)
         if plan.skip_too_long:
             tokens = partial(count_tokens, processor, max_length=(limit := plan.recipe.max_length))
-            kept = [each for each in records if tokens(converse(each)) <= limit]
-            if records and not kept:
-                raise UserError(f"skip_too_long leaves no sample: all have more than {limit} tokens; raise max_length")
-            records = kept
+            records = [each for each in records if tokens(converse(each)) <= limit] or records
         _require_images(plan, map(converse, records))
         return cls(
             *(processor, records, converse),
@@ -194,7 +192,7 @@ class ConversationCollator:
 
     def _refuse_too_long(self, samples: Iterable[tuple[Conversation, int]]) -> None:
         if too_long := [(conversation, length) for conversation, length in samples if length > self.max_length]:
-            raise TooLong(too_long, self.max_length)
+            raise TooLong(too_long, self.max_length, some_fit=len(too_long) < len(self.records))
 
 
 def padded(samples: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ from pygit2 import GitError
 from safetensors import SafetensorError
 
 from stages.core.errors import excepthook
-from stages.core.signals import handling
+from stages.core.signals import handling, interrupt
 from tests import ROOT
 
 WORDS = os.strerror(errno.ENOSPC)
@@ -93,3 +94,15 @@ def test_nohup_stays_in_force() -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert received == []
+
+
+def test_a_second_signal_does_not_break_off_the_cleaning_up() -> None:
+    cleaned = []
+    with pytest.raises(KeyboardInterrupt), handling(interrupt):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            cleaned.append(True)
+    assert cleaned

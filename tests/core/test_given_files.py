@@ -69,6 +69,12 @@ def test_links_of_dvc_into_its_cache_are_files_of_the_folder(folder: Path, tmp_p
     assert given_files(folder, "train*.txt") == [folder / "train.txt"]
 
 
+def test_names_in_capitals_are_those_of_datasets_alone(tmp_path: Path) -> None:
+    (tmp_path / "TRAIN.TXT").touch()
+    assert given_files(tmp_path, "train*.txt", any_case=True) == [tmp_path / "TRAIN.TXT"]
+    assert given_files(tmp_path, "train*.txt") == []
+
+
 def test_only_a_plain_file_of_limited_size_is_read(tmp_path: Path) -> None:
     """A pipe and a device may never end, and the writer keeps whoever opens the pipe from waiting."""
     pipe, large = tmp_path / "pipe", tmp_path / "large"

@@ -299,10 +299,6 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
             {f"{DATASETS}.visempar.limit": {"test": 3}},
             f"{DATASETS}.visempar.limit.test: 3, though splits.test names no files",
         ),
-        (
-            {f"{DATASETS}.visempar.limit": {"selection": 3}},
-            f"{DATASETS}.visempar.limit.selection: 3, though data.selection sets no samples aside",
-        ),
         ({f"{DATASETS}.both-domains.splits": {"test": "*.txt"}}, f"{DATASETS}.both-domains.splits: not for a mix"),
         ({f"{DATASETS}.visempar.splits": {"tset": "*.txt"}}, "splits.tset: unknown key (did you mean 'test'?)"),
         ({"scored": "test"}, "scored: is test, but no dataset of profiles.tiny has files below splits.test"),

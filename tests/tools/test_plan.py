@@ -199,6 +199,19 @@ def test_a_precision_that_this_cpu_emulates_is_said(
     assert ("is emulated with AVX2" in text) == warned
 
 
+@pytest.mark.parametrize(
+    ("together", "apart"),
+    [
+        ("a.b=1  ++c=[2, 3]", ["a.b=1", "++c=[2, 3]"]),
+        ('a={b: "say k=v", c: d} gpu="RTX 4090"', ['a={b: "say k=v", c: d}', 'gpu="RTX 4090"']),
+        ("licenses.hub:a/b=mit seed=1", ["licenses.hub:a/b=mit", "seed=1"]),
+        ("seed", ["seed"]),
+    ],
+)
+def test_settings_are_told_apart_where_a_value_is_whole(together: str, apart: list[str]) -> None:
+    assert tool.separate(together) == apart
+
+
 def test_what_the_profile_limits_is_said_and_without_another_plan_nothing_changes(
     workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,7 +132,6 @@ def left_out_words(reasons: Mapping[str, str]) -> str:
 def named_revisions() -> tuple[dict[str, str], dict[str, str]]:
     """The workspace and HEAD's experiments: (revision by name of the finished, state by name of the others). Those of
     other commits have a state too."""
-    everywhere = all_experiments()
     command = [sys.executable, "-m", "dvc", "exp", "show", "--csv"]
     for _ in range(5):
         shown = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -140,9 +139,8 @@ def named_revisions() -> tuple[dict[str, str], dict[str, str]]:
             break
         time.sleep(2)  # DVC fails while the queue makes or removes the folder of an experiment
     else:
-        reason = (
-            shown.stderr.partition("\n\nHaving any troubles?")[0].rpartition("ERROR: unexpected error - ")[2].strip()
-        )
+        said, _, _ = shown.stderr.partition("\n\nHaving any troubles?")
+        reason = said.rpartition("ERROR: unexpected error - ")[2].strip()
         error = UserError(f"dvc cannot show its experiments: {reason}")
         raise UserError(f"{error.message}; {FOREIGN}") if is_foreign(error) else error
     finished, others = {WORKSPACE: WORKSPACE}, {}
@@ -156,7 +154,7 @@ def named_revisions() -> tuple[dict[str, str], dict[str, str]]:
             state = str(row["State"]).lower()
             others[name] = "failed; dvc queue logs NAME says why" if state == "failed" else state
     reason = "of other commits than HEAD; EXPERIMENTS= names those to compare"
-    return finished, others | dict.fromkeys(sorted(everywhere - finished.keys() - others.keys()), reason)
+    return finished, others | dict.fromkeys(sorted(all_experiments() - finished.keys() - others.keys()), reason)
 
 
 def all_experiments() -> set[str]:

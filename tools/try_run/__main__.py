@@ -11,7 +11,6 @@ page is on loopback only and loads nothing from elsewhere. It needs gradio (make
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 import threading
 import webbrowser
@@ -28,7 +27,7 @@ from stages.core.environment import pinned_instructions
 from stages.core.errors import OutOfMemory, UserError, configure_logging
 from stages.core.lineage import short
 from stages.core.params import load_params
-from stages.core.signals import handling
+from stages.core.signals import handling, interrupt
 from stages.core.tasks import load_task
 from stages.exporting.certificate import exported_model
 from stages.models.certificate import certified_model, made_model
@@ -54,8 +53,7 @@ def main(name: str, alone: bool, port: int | None) -> None:
     os.environ |= pinned_instructions(os.environ, native=params.active.memory.native)
     task = params.subject(name).task
     form = FORMS.get(task, Form)(params, name)
-    ended_by_signal = handling(signal.default_int_handler)  # so that the folder of uploads goes
-    with suppress(KeyboardInterrupt), ended_by_signal, tempfile.TemporaryDirectory() as scratch:
+    with handling(interrupt), tempfile.TemporaryDirectory() as scratch:
         # Gradio reads these when it is imported: no telemetry, and uploads only here.
         os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": scratch}
         from tools.try_run.page import make_page, serve
@@ -68,7 +66,8 @@ def main(name: str, alone: bool, port: int | None) -> None:
         url = serve(make_page(f"{name}, {task}", form, models), port)
         opened = webbrowser.open(url)
         click.echo(f"{'opened' if opened else 'no browser here; open this in one:'} {url} (Ctrl-C ends it)")
-        threading.Event().wait()
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
 
 
 def load_models(params: Params, name: str, *, alone: bool) -> list[LoadedModel]:

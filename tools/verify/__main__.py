@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -33,7 +32,7 @@ from stages.core.errors import UserError, join_truncated, pluralize
 from stages.core.given_files import read_plain
 from stages.core.lineage import LINEAGE_FILE, Lineage, lineage_lines, short, verified_lineage
 from stages.core.records import rebuild
-from stages.core.signals import handling
+from stages.core.signals import handling, interrupt
 from stages.launcher.pipeline import DeclaredStage, cache_dir, declared_stages
 from tools.verify.beginning import rerun_samples, rerun_steps
 from tools.verify.rerun import rerun
@@ -167,7 +166,7 @@ def dvc_changes() -> list[tuple[str, str]]:
     from dvc.repo import Repo
 
     # Signals that ask to end raise KeyboardInterrupt, as Ctrl-C does, so that the database is removed.
-    with handling(signal.default_int_handler), TemporaryDirectory() as empty:
+    with handling(interrupt), TemporaryDirectory() as empty:
         try:
             with patch.dict(os.environ, DVC_SITE_CACHE_DIR=empty), Repo() as repo:
                 status = repo.data_status(granular=True)["uncommitted"]

@@ -6,7 +6,6 @@ import filecmp
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from stages.core.errors import UserError, listed, pluralize
 from stages.core.params import load_params
 from stages.core.provenance import Provenance, read_provenance
 from stages.core.records import nearest, read_settings, yaml_text
-from stages.core.signals import handling
+from stages.core.signals import handling, interrupt
 from stages.launcher.pipeline import DeclaredStage, cache_dir, declared_stages, source_of
 from stages.launcher.process import forwarded_signals, start, wait_for
 from stages.launcher.record import SEEN_BY_STAGES
@@ -139,7 +138,7 @@ def temporary_workspace(
     parent_dir = workspace_dir / ".bakeoff/verify"
     parent_dir.mkdir(parents=True, exist_ok=True)
     with (
-        handling(signal.default_int_handler),
+        handling(interrupt),
         TemporaryDirectory(dir=parent_dir, prefix=f"{stage.name}-", ignore_cleanup_errors=True) as root,
     ):
         # The name of a relative source is part of the result, so `../photographs` has to lead there from here too.

@@ -18,11 +18,9 @@ from stages.core.params.schema import (
     SCHEDULE_OPTIONS,
     BaselineParams,
     BuildParams,
-    DataParams,
     DatasetParams,
     DeviceParams,
     ExportParams,
-    LimitParams,
     MemoryParams,
     Optimizer,
     Params,
@@ -97,7 +95,9 @@ def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each 
     for name, profile in params.profiles.items():
         for guard in params.guards.keys() & profile.datasets.keys():
             yield f"guards.{guard}", f"is the name of a dataset of {name} too"
-        yield from _profile(f"profiles.{name}", params.active if name == params.profile else profile, params.data)
+        if profile.device.kind == "cpu" and (card := profile.device.card):
+            yield f"profiles.{name}.device.card", f"{card}, though kind is cpu"
+        yield from _profile(f"profiles.{name}", params.active if name == params.profile else profile)
         if profile.evaluation.engine == "vllm" and not params.models.keep_merged:
             yield f"profiles.{name}.evaluation.engine", "vllm reads merged models; models.keep_merged leaves none"
 
@@ -122,8 +122,6 @@ def _device(params: Params) -> Problems:
             if (value := getattr(params, field)) is not None:
                 now = f"{value:g}" if isinstance(value, float) else value
                 yield field, f"{now}, though profile {params.profile} runs on a CPU; on a GPU run: {on_gpu or 'none'}"
-        if device.card:
-            yield f"profiles.{params.profile}.device.card", f"{device.card}, though kind is cpu"
     elif device.card is None and device.memory_gb is None:
         yield "gpu", f"missing, though profile {params.profile} runs on a GPU; give its size in GB or its name: {A_GPU}"
     elif memory.precision == "bf16" and not has_bf16(device.card):
@@ -231,7 +229,7 @@ def _router_labels(here: str, recipe: RecipeParams, root: str, params: Params) -
         yield f"{here}.base", f"goes back to {root}: its experts have no `domain`, which router-labels needs"
 
 
-def _profile(here: str, profile: ProfileParams, data: DataParams) -> Problems:
+def _profile(here: str, profile: ProfileParams) -> Problems:
     memory, device, evaluation = profile.memory, profile.device, profile.evaluation
     yield from _memory(f"{here}.memory", memory, device)
     if profile.images and profile.images.min_pixels > profile.images.max_pixels:
@@ -240,11 +238,8 @@ def _profile(here: str, profile: ProfileParams, data: DataParams) -> Problems:
         yield f"{here}.evaluation.max_length", "not more than max_new_tokens, which leaves no room for the question"
     for name, dataset in profile.datasets.items():
         yield from _dataset(f"{here}.datasets.{name}", dataset, profile.datasets)
-        limit, limited = dataset.limit or LimitParams(), f"{here}.datasets.{name}.limit"
-        if limit.test and not dataset.splits.test:
-            yield f"{limited}.test", f"{limit.test}, though splits.test names no files"
-        if limit.selection and not data.selection:
-            yield f"{limited}.selection", f"{limit.selection}, though data.selection sets no samples aside"
+        if dataset.limit and dataset.limit.test and not dataset.splits.test:
+            yield f"{here}.datasets.{name}.limit.test", f"{dataset.limit.test}, though splits.test names no files"
 
 
 def _memory(here: str, memory: MemoryParams, device: DeviceParams) -> Problems:

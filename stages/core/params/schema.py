@@ -63,18 +63,21 @@ def form(pattern: str, expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-"""Takes 3.0, as other trainers write numbers of epochs, for 3."""
-Positive = Annotated[int, Field(ge=1, le=10**9), Whole]
+Positive = Annotated[int, Field(ge=1, le=10**9)]
 """A count of a run: samples, steps, pixels, minutes. The limits here and below are above every sensible value, and
 below those at which a run would fail late."""
-Size = Annotated[int, Field(ge=1, le=2**20), Whole]
+Size = Annotated[int, Field(ge=1, le=2**20)]
 """A size within one step: tokens, samples of a batch, the width of an adapter."""
-Epochs = Annotated[int, Field(ge=1, le=10_000), Whole]
+Epochs = Annotated[
+    int,
+    Field(ge=1, le=10_000),
+    BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value),
+]
+"""Takes 3.0, as other trainers write it, for 3."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1e12)]
 """The product of two is still a finite number."""
-Seed = Annotated[int, Field(ge=0, lt=2**32), Whole]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, form("[A-Za-z0-9][A-Za-z0-9_-]{0,99}", "a letter or digit, then up to 99 of these, - and _")]
 """No dots: DVC splits the path to a parameter at them. Folders get these names, which limits the length."""
 Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]

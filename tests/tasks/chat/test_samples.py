@@ -2,6 +2,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 from stages.core.errors import UserError
+from stages.data.parquet import write_rows
 from stages.data.splits import to_rows
+from stages.evaluation import validation as validating
+from stages.evaluation.validation import Validator
 from stages.models.prompts import count_tokens, encode, load_processor, rendered, tokenizer_of, with_options
 from stages.tasks.chat import samples
 from stages.tasks.chat.samples import SCHEMA, Message, Record, conversation, probes, read_split
@@ -17,7 +21,7 @@ from stages.training.batches import IGNORED, ConversationCollator
 from tests.plans import changed
 from tests.tasks.chat.conversations import with_images
 from tests.tiny_families import TEMPLATES, VISION, processor_for, save_tiny_family, tokenizer_for
-from tests.training.small import plan_for
+from tests.training.small import plan_for, validation
 
 MARKUP = (
     *("<|im_start|>system", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end|>", "<|user|>"),
@@ -165,6 +169,20 @@ def test_thinking_that_a_template_takes_out_of_an_answer_is_named(
         assert collate.lengths
 
 
+def test_the_samples_that_validation_completes_are_those_of_its_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_family("qwen2", tmp_path)
+    long, short = dialogue("Be brief.", "2?", "51 " * 200), dialogue("Be brief.", "17 * 3?", "51")
+    write_rows(to_rows([long, short], SCHEMA), tmp_path / "selection.parquet", SCHEMA)
+    plan = changed(plan_for("chat-lora"), base_dir=str(folder), skip_too_long=True, max_length=100)
+    wanted = validation(every_steps=1, samples=2, score_samples=2)
+    tasks: list[Any] = []
+    monkeypatch.setattr(validating, "Task", lambda **given: tasks.append(given))
+    found = Validator.for_plan(replace(plan, data_dir=str(tmp_path), validation=wanted), load_processor(folder, None))
+    assert [found.collator.records[number] for number in found.chosen] == tasks[0]["records"] == [short]
+
+
 def test_a_sample_that_is_too_long_is_left_out_before_its_template_is_looked_at(tmp_path: Path) -> None:
     folder = save_tiny_family("qwen3", tmp_path)
     short, changed_by_template = dialogue("Be brief.", "17 * 3?", "51"), f"<think>{'51? ' * 100}</think>51"
@@ -173,8 +191,11 @@ def test_a_sample_that_is_too_long_is_left_out_before_its_template_is_looked_at(
     collate = ConversationCollator.for_plan(plan, load_processor(folder, None), records, samples)
     assert collate.records == [short]
     assert len(collate.lengths) == 1
-    with pytest.raises(UserError, match="leaves no sample: all have more than 3 tokens; raise max_length"):
-        ConversationCollator.for_plan(changed(plan, max_length=3), load_processor(folder, None), records, samples)
+    none_fits = ConversationCollator.for_plan(
+        changed(plan, max_length=3), load_processor(folder, None), [short], samples
+    )
+    with pytest.raises(UserError, match=r"raise the recipe's max_length: no sample fits$"):
+        _ = none_fits.lengths
     with pytest.raises(UserError, match="would be trained on"):
         collate = ConversationCollator.for_plan(
             changed(plan, max_length=1000), load_processor(folder, None), records, samples

@@ -52,7 +52,7 @@ def read(dataset: DatasetParams, _: PlainReader) -> RawDataset[Record]:
     """
     known = "folder:PATH (the corpora are not on the hub: put their text files into a folder)"
     folder = source_folder(dataset.source, known=known)
-    found = read_text_files(dataset, folder, given_files(folder, "*.txt"), _read_file, RULES)
+    found = read_text_files(dataset, folder, given_files(folder, "*.txt", any_case=True), _read_file, RULES)
     counts = Counter(record.id for record in found.records())
     return found.mapped(lambda each: each if counts[each.id] == 1 else replace(each, id=f"{each.file}:{each.line}"))
 

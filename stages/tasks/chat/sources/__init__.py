@@ -71,8 +71,8 @@ def read(dataset: DatasetParams, reader: Reader) -> RawDataset[Record]:
         adapt=lambda split, record: record if split == "train" else replace(record, metrics=reader.metrics),
     )
     folder, resolved = parquet_folder(dataset.source)
-    lines = [] if resolved.startswith("hub:") else given_files(folder, "*.jsonl", "*.json")
-    tables = given_files(folder, "data/*.parquet") or given_files(folder, "*.parquet")
+    lines = [] if resolved.startswith("hub:") else given_files(folder, "*.jsonl", "*.json", any_case=True)
+    tables = given_files(folder, "data/*.parquet", any_case=True) or given_files(folder, "*.parquet", any_case=True)
     if lines and tables:
         raise UserError(f"{folder} holds JSON and parquet: {describe_folder(folder)}. Keep one of them; {READ_ON}")
     files = Folder(folder, dataset.splits)

@@ -156,7 +156,7 @@ def _read_parquet(folder: Folder, columns: Columns, named: SplitParams, group: s
             for place, row in table_rows(root, path, list(read_columns)):
                 yield place, row_of(row, str(place), columns, class_names)
 
-    files = given_files(root, "data/*.parquet") or given_files(root, "*.parquet")
+    files = given_files(root, "data/*.parquet", any_case=True) or given_files(root, "*.parquet", any_case=True)
     chosen = files_by_split(root, files, named, expected=expected)
     return Splits(samples={split: samples(paths) for split, paths in chosen.items()})
 

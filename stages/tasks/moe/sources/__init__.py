@@ -115,7 +115,7 @@ def read(dataset: DatasetParams, _: PlainReader) -> RawDataset[Record]:
     questions about them. Raises UserError if the folder holds neither CSV nor JSONL, or both.
     """
     folder = source_folder(dataset.source, known="folder:PATH or mix")
-    files = sorted(given_files(folder, "*.csv", "*.jsonl"))
+    files = sorted(given_files(folder, "*.csv", "*.jsonl", any_case=True))
     if not (files or dataset.splits.patterns()):
         raise UserError(
             f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; `splits` names files "
