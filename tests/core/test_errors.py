@@ -48,8 +48,8 @@ def test_a_full_disk_is_one_line_however_many_files_were_to_be_copied(capsys) ->
         [(f"from/{number}", f"to/{number}", f"[Errno 28] {WORDS}: 'to/{number}'") for number in range(9)]
     )
     excepthook(type(error), error, None)
-    said = capsys.readouterr().err
-    assert said.endswith(" is reached: a copy; make room, and type the same command again\n")
+    full = "Error: the disk is full, or a limit on file sizes is reached"
+    assert capsys.readouterr().err == f"{full}: a copy; make room, and type the same command again\n"
 
 
 @pytest.mark.parametrize(
